@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import torch
-from helpers.ops_testing import assert_kernel_as_good_as, leaf, make_rng
+from helpers.ops_testing import (
+    assert_cast_of,
+    assert_kernel_as_good_as,
+    flat,
+    has_fp8,
+    leaf,
+    make_cast,
+    make_rng,
+)
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.casting import E4M3
 
 SITE = 9
 TAIL_Q, TAIL_K = 5, 3  # rows of the bucket after the last sentence
@@ -57,12 +66,19 @@ class Case:
     def settings(self, dropout=True):
         longest = max(self.lengths_q), max(self.lengths_k)
         p = self.p if dropout else 0.0
-        return self.cu_q, self.cu_k, *longest, self.causal, self.scale, p, self.rng, SITE
+        return (
+            self.cu_q,
+            self.cu_k,
+            *longest,
+            self.causal,
+            self.scale,
+            ops.Dropout(p, self.rng, SITE),
+        )
 
     def kernel(self):
         """(out, lse, dq, dk, dv), with buffers that were NaN before."""
         poison(self.q)
-        out, lse = ops.attention_fwd(*self.qkv, *self.settings())
+        out, lse, _ = ops.attention_fwd(*self.qkv, *self.settings())
         gradients = [like(x) for x in self.qkv]
         ops.attention_bwd(self.dout, *self.qkv, out, lse, *self.settings(), *gradients)
         return out, lse, *gradients
@@ -71,9 +87,9 @@ class Case:
         """The reference in float64."""
         qkv = [x.double() for x in self.qkv]
         forward, backward = (ops.REFERENCES[f"attention_{name}"] for name in ("fwd", "bwd"))
-        out, lse = forward(*qkv, *self.settings())
+        out, lse, _ = forward(*qkv, *flat(self.settings()))
         gradients = [torch.empty_like(x) for x in qkv]
-        backward(self.dout.double(), *qkv, out, lse, *self.settings(), *gradients)
+        backward(self.dout.double(), *qkv, out, lse, *flat(self.settings()), *gradients)
         return out, lse, *gradients
 
     def plain(self):
@@ -127,6 +143,35 @@ def check(case):
             assert ours.dtype == (torch.float64 if case.dtype == torch.float32 else torch.float32)
             ours = ours.float()
         assert_kernel_as_good_as(ours, plain, exact, name, half_roundings=0.5)
+    if case.dtype == torch.bfloat16 and case.q[0].numel() % 16 == 0 and has_fp8():
+        check_casts(case)
+
+
+def check_casts(case):
+    """The casts are bit for bit those of the results without a cast, which do not change."""
+    out, lse, *gradients = case.kernel()
+    cast = make_cast(2.0**-9, "cuda")
+    poison(case.q)
+    *ours, values = ops.attention_fwd(*case.qkv, *case.settings(), cast)
+    torch.testing.assert_close(ours, [out, lse], rtol=0, atol=0, equal_nan=True)
+    assert_cast_of(out.flatten(1), [values], cast)
+    memory = column_slices(case)
+    q_cast, k_cast = make_cast(2.0**-5, "cuda"), make_cast(2.0**-13, "cuda")
+    given = case.dout, *case.qkv, out, lse, *case.settings()
+    ops.attention_bwd(*given, *memory, q_cast, k_cast)
+    for part, cast in ((slice(0, 1), q_cast), (slice(1, 3), k_cast)):
+        exact = torch.cat([x.flatten(1) for x in gradients[part]])
+        values = torch.cat([x.flatten(1).view(torch.uint8) for x in memory[part]])
+        assert_cast_of(exact, [values], cast)
+
+
+def column_slices(case):
+    """Memory for dq, dk and dv in E4M3 as in the layers; all NaN."""
+    rows_q, rows_k = len(case.q), len(case.k)
+    blocks = [(rows_q, 3)] if case.lengths_q is case.lengths_k else [(rows_q, 1), (rows_k, 2)]
+    heads, width = case.q.shape[1:]
+    memory = [torch.full((r, n, heads, width), 0x7F, dtype=torch.uint8) for r, n in blocks]
+    return [x for m in memory for x in m.cuda().view(E4M3).unbind(1)]
 
 
 def same(left, right):

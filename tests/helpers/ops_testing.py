@@ -3,7 +3,7 @@ bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.library import opcheck
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base import library
+from lightseq_fairseq.ops.casting import quantise
 
 Grads = tuple[Tensor | None, ...]
 
@@ -39,9 +40,30 @@ def check_op(name: str, *arguments: Any) -> None:
 
     With fp8 arguments only of the shape function: torch cannot compare fp8 tensors.
     """
-    has_fp8 = any(isinstance(x, Tensor) and x.dtype.itemsize == 1 for x in arguments)
+    given = tuple(flat(arguments))
+    has_fp8 = any(isinstance(x, Tensor) and x.dtype.itemsize == 1 for x in given)
     checks = {"test_utils": "test_faketensor"} if has_fp8 else {}
-    opcheck(getattr(torch.ops.lightseq, name).default, arguments, **checks)
+    opcheck(getattr(torch.ops.lightseq, name).default, given, **checks)
+
+
+def flat(arguments: Iterable[Any]) -> list[Any]:
+    """The arguments as ``torch.ops.lightseq`` and references take them: without groups."""
+    return [x for y in arguments for x in (y if isinstance(y, tuple) else (y,))]
+
+
+def make_cast(scale: float = 2.0**-6, device: str | torch.device = "cpu") -> ops.Cast:
+    """A cast that has noted numbers before."""
+    return ops.Cast(*(torch.tensor(x, device=device) for x in (scale, 0.5 * scale, 3)))
+
+
+def assert_cast_of(x: Tensor, operand: Iterable[Tensor], cast: ops.Cast) -> None:
+    """The values, and the transpose if the operand has one, are bit for bit those of x [T, C], and
+    so is what the cast, a result of `make_cast`, has noted."""
+    expected = make_cast(cast.scale.item())
+    for mine, other in zip(operand, quantise(x.cpu(), expected)):
+        assert mine.shape == other.shape and mine.is_contiguous()
+        assert torch.equal(mine.view(torch.uint8).cpu(), other.view(torch.uint8))
+    assert [x.item() for x in cast] == [x.item() for x in expected]
 
 
 class _Pair(torch.autograd.Function):
@@ -134,15 +156,17 @@ def assert_replays_draw_anew(run: Callable[[], list[Tensor]], rng: Tensor) -> No
 def skip_without_fp8() -> None:
     """Skips a test of fp8 kernels on GPUs before compute capability 8.9, after a test of the
     refusal."""
-    major, minor = torch.cuda.get_device_capability()
-    capability = library.load().acts_as or 10 * major + minor
-    if capability >= 89:
+    if has_fp8():
         return
-    x, scale = torch.zeros(1, 16, device="cuda"), torch.ones((), device="cuda")
-    saturated = torch.tensor(0, device="cuda")
+    x = torch.zeros(1, 16, device="cuda")
     with pytest.raises(RuntimeError, match="fp8_quantise: fp8 needs a GPU of compute capability 8"):
-        ops.fp8_quantise(x, scale, scale.clone(), saturated)
-    pytest.skip(f"compute capability {capability / 10} has no fp8")
+        ops.fp8_quantise(x, make_cast(device="cuda"))
+    pytest.skip("the GPU has no fp8")
+
+
+def has_fp8() -> bool:
+    major, minor = torch.cuda.get_device_capability()
+    return (library.load().acts_as or 10 * major + minor) >= 89
 
 
 def assert_kernel_as_good_as(

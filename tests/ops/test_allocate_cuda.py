@@ -31,7 +31,7 @@ rng = torch.tensor([1, 2], device="cuda")
 x, weight = torch.zeros(2, 1 << 17, 8, dtype=torch.bfloat16, device="cuda")
 table, beyond = torch.zeros(4, 8, device="cuda"), torch.tensor([9], device="cuda")
 try:
-    ops.embedding_fwd(beyond, table, None, None, 1.0, 0.0, rng, 0)
+    ops.embedding_fwd(beyond, table, None, None, 1.0, ops.Dropout(0.0, rng, 0))
     torch.cuda.synchronize()
 except RuntimeError:
     pass

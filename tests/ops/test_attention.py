@@ -8,14 +8,17 @@ import pytest
 import torch
 from helpers.ops_testing import (
     assert_as_good_as,
+    assert_cast_of,
     check_gradients,
     check_op,
     leaf,
+    make_cast,
     make_rng,
     poisoned,
 )
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.casting import E4M3
 
 H, D, SCALE, SITE = 3, 4, 0.6, 9
 # (query lengths, key lengths): different lengths; single tokens; empty on one side, the other or
@@ -50,14 +53,16 @@ class Case:
 
     def settings(self):
         longest = max(self.lengths_q), max(self.lengths_k)
-        bits = (self.p, make_rng(), SITE)
-        return self.cu_q, self.cu_k, *longest, self.causal, SCALE, *bits
+        dropout = ops.Dropout(self.p, make_rng(), SITE)
+        return self.cu_q, self.cu_k, *longest, self.causal, SCALE, dropout
 
     def fwd(self, q=None, k=None, v=None):
         q, k, v = (
             old if new is None else new for new, old in zip((q, k, v), self.qkv, strict=True)
         )
-        return ops.attention_fwd(q, k, v, *self.settings())
+        out, lse, values = ops.attention_fwd(q, k, v, *self.settings())
+        assert values.numel() == 0
+        return out, lse
 
     @property
     def qkv(self):
@@ -121,7 +126,7 @@ def test_longest_may_be_an_upper_bound(causal):
     out, lse = case.fwd()
     settings = list(case.settings())
     settings[2:4] = 12, 11
-    wider = ops.attention_fwd(*case.qkv, *settings)
+    wider = ops.attention_fwd(*case.qkv, *settings)[:2]
     torch.testing.assert_close(wider, (out, lse))
 
 
@@ -221,6 +226,83 @@ def test_opcheck(p, causal):
     check_op("attention_bwd", case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
 
 
+def bf16_case():
+    """Its width is a multiple of 16. Rows that belong to no sentence are zero."""
+    case = Case(HOLES, True, 0.1, torch.bfloat16, width=16)
+    for x in (*case.qkv, case.dout):
+        x.nan_to_num_(0.0).mul_(4)
+    return case
+
+
+def column_slices(case):
+    """Memory for dq, and for dk and dv side by side, in E4M3."""
+    blocks = ((len(case.q), 1), (len(case.k), 2))
+    memory = [torch.full((rows, n, H, 16), 0x7F, dtype=torch.uint8) for rows, n in blocks]
+    return [x for m in memory for x in m.view(E4M3).unbind(1)]
+
+
+def test_casts_the_rounded_result():
+    """The other results are those without a cast."""
+    case, cast = bf16_case(), make_cast()
+    out, lse, values = ops.attention_fwd(*case.qkv, *case.settings(), cast)
+    assert all(map(torch.equal, (out, lse), case.fwd()))
+    assert_cast_of(out.flatten(1), [values], cast)
+    assert cast.saturated > 3 and not values[case.used_q :].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_backward_casts_the_rounded_gradients(shared):
+    """The casts of queries and of keys may be the same."""
+    case, q_cast = bf16_case(), make_cast()
+    k_cast = q_cast if shared else make_cast(2.0**-8)
+    out, lse = case.fwd()
+    given = case.dout, *case.qkv, out, lse, *case.settings()
+    memory = column_slices(case)
+    ops.attention_bwd(*given, *memory, q_cast, k_cast)
+    dq, dk, dv = (x.flatten(1) for x in case.bwd(out, lse))
+    casts = [(q_cast, ((memory[0], dq),)), (k_cast, ((memory[1], dk), (memory[2], dv)))]
+    if shared:
+        casts = [(q_cast, (*casts[0][1], *casts[1][1]))]
+    for cast, gradients in casts:
+        values = torch.cat([x.flatten(1).view(torch.uint8) for x, _ in gradients])
+        assert_cast_of(torch.cat([exact for _, exact in gradients]), [values], cast)
+        assert cast.saturated > 3
+    assert not memory[0][case.used_q :].view(torch.uint8).any()
+    assert not any(x[case.used_k :].view(torch.uint8).any() for x in memory[1:])
+
+
+def test_opcheck_of_casts():
+    case = bf16_case()
+    out, lse = case.fwd()
+    check_op("attention_fwd", *case.qkv, *case.settings(), make_cast())
+    gradients = [x.view(torch.uint8).fill_(0).view(E4M3) for x in column_slices(case)]
+    given = case.dout, *case.qkv, out, lse, *case.settings()
+    check_op("attention_bwd", *given, *gradients, make_cast(), make_cast())
+
+
+def test_cast_refusals():
+    case = bf16_case()
+    with pytest.raises(ValueError, match="attention_fwd: scale must be a power of two"):
+        ops.attention_fwd(*case.qkv, *case.settings(), make_cast(0.75))
+    narrow = [x[..., :8].contiguous() for x in case.qkv]
+    with pytest.raises(ValueError, match="fp8 needs rows of a multiple of 16 numbers, got 24"):
+        ops.attention_fwd(*narrow, *case.settings(), make_cast())
+    given = case.dout, *case.qkv, *case.fwd(), *case.settings()
+    dq, dk, dv = column_slices(case)
+    apart = torch.zeros((len(dv), 16, H), dtype=torch.uint8).view(E4M3).transpose(1, 2)
+    sides = torch.zeros((len(dv), H * 16 + 8), dtype=torch.uint8).view(E4M3)
+    for gradients, message in (
+        ((dq, dk.bfloat16(), dv), "dk must be float8_e4m3fn, got bfloat16"),
+        ((dq[1:], dk, dv), r"dq must have shape \[13, 3, 16\], got \[12, 3, 16\]"),
+        ((dq, dk, apart), "dv must have adjacent heads, and rows at multiples of 16 numbers"),
+        ((dq, sides[:, : H * 16].unflatten(1, (H, 16)), dv), "dk must have adjacent heads, and"),
+    ):
+        with pytest.raises(ValueError, match=f"attention_bwd: {message}"):
+            ops.attention_bwd(*given, *gradients, make_cast(), make_cast())
+    with pytest.raises(ValueError, match="attention_bwd: scale must be a power of two"):
+        ops.attention_bwd(*given, dq, dk, dv, make_cast(), make_cast(0.75))
+
+
 @pytest.mark.parametrize(
     ("index", "change", "message"),
     [
@@ -234,14 +316,15 @@ def test_opcheck(p, causal):
         (5, lambda longest: -1, "max_q and max_k must be >= 0, got -1 and 6"),
         (8, lambda scale: 0.0, "scale must be positive and finite, got 0.0"),
         (8, lambda scale: math.nan, "scale must be positive and finite, got nan"),
-        (9, lambda p: 1.5, "p must be at least 0 and below 1, got 1.5"),
-        (10, lambda rng: rng.int(), "rng must be int64, got int32"),
+        (9, lambda d: d._replace(p=1.5), "p must be at least 0 and below 1, got 1.5"),
+        (9, lambda d: d._replace(rng=d.rng.int()), "rng must be int64, got int32"),
+        (10, lambda _: make_cast(), "q must be bfloat16, got float64"),
     ],
 )
 def test_refusals(index, change, message):
     case = Case(CROSS)
     case.k, case.v = case.k[:13], case.v[:13]
-    arguments = [*case.qkv, *case.settings()]
+    arguments = [*case.qkv, *case.settings(), None]
     arguments[index] = change(arguments[index])
     with pytest.raises(ValueError, match=f"attention_fwd: {message}"):
         ops.attention_fwd(*arguments)
@@ -254,6 +337,9 @@ def test_backward_refusals():
         case.bwd(out, lse[1:])
     with pytest.raises(ValueError, match=r"attention_bwd: dk must have shape \[14, 3, 4\]"):
         case.bwd(out, lse, (case.q, case.k[1:], case.v))
+    given = case.dout, *case.qkv, out, lse, *case.settings(), *case.qkv
+    with pytest.raises(ValueError, match="give both q_cast and k_cast, or neither"):
+        ops.attention_bwd(*given, k_cast=make_cast())
     case.cu_k[1] = 15
     with pytest.raises(ValueError, match="attention_bwd: cu_k must ascend"):
         case.bwd(out, lse)

@@ -36,14 +36,16 @@ def composed(x, bias, activation, p):
     return y * keep / (1 - p) if p > 0 else y
 
 
+def dropout(p):
+    return ops.Dropout(p, make_rng(), SITE)
+
+
 def fwd(x, bias, activation, p):
-    return ops.bias_activation_dropout_fwd(x, bias, activation, p, make_rng(), SITE)
+    return ops.bias_activation_dropout_fwd(x, bias, activation, dropout(p))
 
 
 def bwd(dy, x, bias, activation, p, dbias, accumulate=False):
-    return ops.bias_activation_dropout_bwd(
-        dy, x, bias, activation, p, make_rng(), SITE, dbias, accumulate
-    )
+    return ops.bias_activation_dropout_bwd(dy, x, bias, activation, dropout(p), dbias, accumulate)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -127,10 +129,10 @@ def test_inputs_are_not_written():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_opcheck(activation, p):
-    (x, bias), rng = inputs(), make_rng()
-    check_op("bias_activation_dropout_fwd", x, bias, activation, p, rng, SITE)
-    check_op("bias_activation_dropout_fwd", x, None, activation, p, rng, SITE)
-    arguments = (x, bias, activation, p, rng, SITE)
+    x, bias = inputs()
+    check_op("bias_activation_dropout_fwd", x, bias, activation, dropout(p))
+    check_op("bias_activation_dropout_fwd", x, None, activation, dropout(p))
+    arguments = (x, bias, activation, dropout(p))
     check_op("bias_activation_dropout_bwd", torch.ones_like(x), *arguments, bias.clone(), True)
     check_op("bias_activation_dropout_bwd", torch.ones_like(x), *arguments, None, False)
 
@@ -153,10 +155,9 @@ def test_refusals():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gelu_of_infinities_is_its_limit(activation, dtype):
     x = torch.tensor([[torch.inf, -torch.inf, 3e38, -3e38, 200, -200, torch.nan, 0]], dtype=dtype)
-    rng = torch.tensor([1, 2])
-    y = ops.bias_activation_dropout_fwd(x, None, activation, 0.0, rng, 0)
+    y = ops.bias_activation_dropout_fwd(x, None, activation, dropout(0.0))
     assert torch.equal(y[0, :6], x[0, :6].clamp_min(0)) and y[0, 6].isnan()
     dx = ops.bias_activation_dropout_bwd(
-        torch.ones_like(x), x, None, activation, 0.0, rng, 0, None, False
+        torch.ones_like(x), x, None, activation, dropout(0.0), None, False
     )
     assert dx[0, :6].tolist() == [1, 0, 1, 0, 1, 0] and dx[0, 6].isnan()

@@ -33,6 +33,10 @@ ACTIVATIONS = {
 SIZES = [(1, 1024), (5, 8), (37, 264), (700, 1032), (5000, 4096), (9, 65536)]
 
 
+def dropout(p, rng=None):
+    return ops.Dropout(p, make_rng() if rng is None else rng, SITE)
+
+
 class Inner:
     """x is the output of the first GEMM; its bias; and dy."""
 
@@ -48,16 +52,20 @@ class Inner:
 
     def forward(self, rng=None):
         poison_cache()
-        rng = make_rng() if rng is None else rng
         return ops.bias_activation_dropout_fwd(
-            self.x, self.bias, self.activation, self.p, rng, SITE
+            self.x, self.bias, self.activation, dropout(self.p, rng)
         )
 
     def backward(self, dbias=None, accumulate=False, rng=None):
         poison_cache()
-        rng = make_rng() if rng is None else rng
         return ops.bias_activation_dropout_bwd(
-            self.dy, self.x, self.bias, self.activation, self.p, rng, SITE, dbias, accumulate
+            self.dy,
+            self.x,
+            self.bias,
+            self.activation,
+            dropout(self.p, rng),
+            dbias,
+            accumulate,
         )
 
     def results(self):
@@ -182,10 +190,10 @@ def test_more_elements_than_32_bits_count():
     x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
     last = slice(tokens - 5, tokens)
     keep = ops.keep_mask(make_rng(device="cpu"), SITE, torch.arange(tokens)[last], width, 0.5)
-    y = ops.bias_activation_dropout_fwd(x, None, "relu", 0.5, make_rng(), SITE)
+    y = ops.bias_activation_dropout_fwd(x, None, "relu", dropout(0.5))
     assert torch.equal(y[last], x[last].relu() * keep.cuda() * 2)
     dbias = torch.empty(width, device="cuda")
-    dx = ops.bias_activation_dropout_bwd(x, x, None, "relu", 0.5, make_rng(), SITE, dbias, False)
+    dx = ops.bias_activation_dropout_bwd(x, x, None, "relu", dropout(0.5), dbias, False)
     assert torch.equal(dx[last], y[last])
     exact = sum(part.sum(0, dtype=torch.float64) for part in dx.split(2**16))
     torch.testing.assert_close(dbias.double(), exact, rtol=1e-3, atol=1.0)
@@ -205,9 +213,9 @@ def test_replayed_graph_draws_anew():
     dbias = torch.empty(512, device="cuda")
 
     def run():
-        y = ops.bias_activation_dropout_fwd(inner.x, inner.bias, "relu", 0.5, rng, SITE)
+        y = ops.bias_activation_dropout_fwd(inner.x, inner.bias, "relu", dropout(0.5, rng))
         dx = ops.bias_activation_dropout_bwd(
-            inner.dy, inner.x, inner.bias, "relu", 0.5, rng, SITE, dbias, False
+            inner.dy, inner.x, inner.bias, "relu", dropout(0.5, rng), dbias, False
         )
         return y, dx
 
@@ -240,7 +248,7 @@ def test_replayed_graph_draws_anew():
 def test_refusals(x, bias, message):
     bias = None if bias is None else on_gpu(bias)
     with pytest.raises(RuntimeError, match=f"bias_activation_dropout_fwd: {message}"):
-        ops.bias_activation_dropout_fwd(on_gpu(x), bias, "relu", 0.1, make_rng(), SITE)
+        ops.bias_activation_dropout_fwd(on_gpu(x), bias, "relu", dropout(0.1))
 
 
 def test_backward_refuses_a_gradient_with_gaps():

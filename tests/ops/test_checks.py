@@ -17,7 +17,7 @@ BOUNDARIES = torch.tensor([0, 4, T], dtype=torch.int32)
 
 
 def embedding(tokens: Tensor, weight: Tensor, rng: Tensor) -> Tensor:
-    return ops.embedding_fwd(tokens, weight, None, None, 1.0, 0.1, rng, 0)
+    return ops.embedding_fwd(tokens, weight, None, None, 1.0, ops.Dropout(0.1, rng, 0))[0]
 
 
 def cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
 
 
 def attention(cu: Tensor, q: Tensor, rng: Tensor) -> Tensor:
-    return ops.attention_fwd(q, q, q, cu, cu, 4, 4, False, 0.5, 0.1, rng, 0)[0]
+    return ops.attention_fwd(q, q, q, cu, cu, 4, 4, False, 0.5, ops.Dropout(0.1, rng, 0))[0]
 
 
 def self_attention(step: Tensor, qkv: Tensor, cache: Tensor, ancestry: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def cross_attention(cu: Tensor, q: Tensor, sentences: Tensor) -> Tensor:
 
 
 def quantised(scale: Tensor, x: Tensor, amax: Tensor, saturated: Tensor) -> Tensor:
-    return ops.fp8_quantise(x, scale, amax, saturated)[0]
+    return ops.fp8_quantise(x, ops.Cast(scale, amax, saturated))[0]
 
 
 CASES = {

@@ -34,7 +34,7 @@ class Sums:
         self.kinds, self.dtype = kinds, dtype
         self.size = sum(3 * columns for _, _, columns in kinds)
         self.rows = [torch.randn(rows, columns).to(dtype).cuda() for _, rows, columns in kinds]
-        self.rng = make_rng().cuda()
+        self.dropout = ops.Dropout(0.2, make_rng().cuda(), 4)
 
     def write(self, flat: Tensor, accumulate: bool = False) -> None:
         place = 0
@@ -46,14 +46,13 @@ class Sums:
                 ops.linear_bwd(dy, x, weight, None, first, accumulate, False)
             elif op == "activation":
                 ops.bias_activation_dropout_bwd(
-                    dy, dy, dy[0], "gelu", 0.2, self.rng, 4, second, accumulate
+                    dy, dy, dy[0], "gelu", self.dropout, second, accumulate
                 )
             else:
                 mean, rstd = dy.float().mean(1), dy.float().std(1).reciprocal()
                 ops.dropout_residual_layer_norm_bwd(
-                    dy, dy, dy, dy[0], mean, rstd, 0.2, self.rng, 4, first, second, third,
-                    accumulate,
-                )  # fmt: skip
+                    dy, dy, dy, dy[0], mean, rstd, self.dropout, first, second, third, accumulate
+                )
 
     def flat(self) -> Tensor:
         """A buffer of numbers to overwrite or to add to."""

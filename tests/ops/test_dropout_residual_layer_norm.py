@@ -6,9 +6,11 @@ import pytest
 import torch
 from helpers.ops_testing import (
     assert_as_good_as,
+    assert_cast_of,
     check_gradients,
     check_op,
     leaf,
+    make_cast,
     make_rng,
     poisoned,
 )
@@ -43,8 +45,12 @@ def choose(tensors, parts):
     )
 
 
-def fwd(tensors, parts, p):
-    return ops.dropout_residual_layer_norm_fwd(*choose(tensors, parts), p, make_rng(), SITE, EPS)
+def dropout(p):
+    return ops.Dropout(p, make_rng(), SITE)
+
+
+def fwd(tensors, parts, p, **cast):
+    return ops.dropout_residual_layer_norm_fwd(*choose(tensors, parts), dropout(p), EPS, **cast)
 
 
 def composed(tensors, parts, p):
@@ -67,7 +73,8 @@ def test_equals_torch(parts, p, grads):
     tensors = inputs()
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     expected_sum, expected_y = composed(leaves, parts, p)
-    total, y, mean, rstd = fwd(tensors, parts, p)
+    total, y, mean, rstd, values, transpose = fwd(tensors, parts, p)
+    assert values.numel() == transpose.numel() == 0
     if parts == ("norm",) and p == 0:
         assert total.numel() == 0
         total = tensors["x"]
@@ -91,10 +98,10 @@ def test_equals_torch(parts, p, grads):
     dgamma, dbeta = (poisoned(C), poisoned(C)) if use_norm else (None, None)
     dbias = poisoned(C) if "bias" in parts else None
     gamma = tensors["gamma"] if use_norm else None
-    dx, dresidual = ops.dropout_residual_layer_norm_bwd(
-        dy, dsum, total, gamma, mean, rstd, p, make_rng(), SITE, dgamma, dbeta, dbias, False
+    dx, dresidual, transpose = ops.dropout_residual_layer_norm_bwd(
+        dy, dsum, total, gamma, mean, rstd, dropout(p), dgamma, dbeta, dbias, False
     )
-    assert (dx.numel() == 0) == (p == 0)
+    assert (dx.numel() == 0) == (p == 0) and transpose.numel() == 0
     torch.testing.assert_close(dx if p > 0 else dresidual, leaves["x"].grad)
     if "residual" in parts:
         torch.testing.assert_close(dresidual, leaves["residual"].grad)
@@ -113,26 +120,14 @@ def test_gradcheck(p):
     def backward(douts, saved, outputs):
         dy, dsum = douts[1].contiguous(), douts[0].contiguous()
         parameters = [poisoned(C) for _ in range(3)]
-        dx, dresidual = ops.dropout_residual_layer_norm_bwd(
-            dy,
-            dsum,
-            outputs[0],
-            saved[3],
-            outputs[2],
-            outputs[3],
-            p,
-            make_rng(),
-            SITE,
-            *parameters,
-            False,
+        dx, dresidual, _ = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, outputs[0], saved[3], outputs[2], outputs[3], dropout(p), *parameters, False
         )
         dgamma, dbeta, dbias = parameters
         return (dx if p > 0 else dresidual), dbias, dresidual, dgamma, dbeta
 
     check_gradients(
-        lambda *arguments: ops.dropout_residual_layer_norm_fwd(
-            *arguments, p, make_rng(), SITE, EPS
-        ),
+        lambda *arguments: ops.dropout_residual_layer_norm_fwd(*arguments, dropout(p), EPS),
         backward,
         choose(tensors, ALL),
         differentiable=2,
@@ -141,22 +136,12 @@ def test_gradcheck(p):
 
 def test_accumulate_adds():
     tensors = inputs()
-    total, _, mean, rstd = fwd(tensors, ALL, 0.3)
+    total, _, mean, rstd, *_ = fwd(tensors, ALL, 0.3)
     dy = torch.randn_like(total)
 
     def backward(gradients, accumulate):
         ops.dropout_residual_layer_norm_bwd(
-            dy,
-            None,
-            total,
-            tensors["gamma"],
-            mean,
-            rstd,
-            0.3,
-            make_rng(),
-            SITE,
-            *gradients,
-            accumulate,
+            dy, None, total, tensors["gamma"], mean, rstd, dropout(0.3), *gradients, accumulate
         )
         return gradients
 
@@ -189,23 +174,11 @@ def test_16_bit(dtype, p):
         torch.autograd.backward((y, total), (dy.to(kind), dsum.to(kind)))
         names = ("x", "bias", "residual", "gamma", "beta")
         results.append([total.detach(), y.detach(), *(leaves[name].grad for name in names)])
-    total, y, mean, rstd = fwd(tensors, ALL, p)
+    total, y, mean, rstd, *_ = fwd(tensors, ALL, p)
     assert mean.dtype == rstd.dtype == torch.float32
     dgamma, dbeta, dbias = (poisoned(128, dtype=dtype) for _ in range(3))
-    dx, dresidual = ops.dropout_residual_layer_norm_bwd(
-        dy,
-        dsum,
-        total,
-        tensors["gamma"],
-        mean,
-        rstd,
-        p,
-        make_rng(),
-        SITE,
-        dgamma,
-        dbeta,
-        dbias,
-        False,
+    dx, dresidual, _ = ops.dropout_residual_layer_norm_bwd(
+        dy, dsum, total, tensors["gamma"], mean, rstd, dropout(p), dgamma, dbeta, dbias, False
     )
     ours = (total, y, dx if p > 0 else dresidual, dbias, dresidual, dgamma, dbeta)
     for name, mine, plain, exact in zip(
@@ -216,11 +189,11 @@ def test_16_bit(dtype, p):
 
 def test_empty_batch():
     tensors = inputs(rows=0)
-    total, y, mean, rstd = fwd(tensors, ALL, 0.1)
+    total, y, mean, rstd, *_ = fwd(tensors, ALL, 0.1)
     assert total.shape == y.shape == (0, C) and mean.shape == rstd.shape == (0,)
     gradients = [poisoned(C) for _ in range(3)]
     ops.dropout_residual_layer_norm_bwd(
-        y, None, total, tensors["gamma"], mean, rstd, 0.1, make_rng(), SITE, *gradients, False
+        y, None, total, tensors["gamma"], mean, rstd, dropout(0.1), *gradients, False
     )
     assert all(g.eq(0).all() for g in gradients)
 
@@ -228,18 +201,70 @@ def test_empty_batch():
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("parts", [ALL, ("norm",), ("residual",)])
 def test_opcheck(parts, p):
-    tensors, rng = inputs(), make_rng()
-    check_op("dropout_residual_layer_norm_fwd", *choose(tensors, parts), p, rng, SITE, EPS)
-    total, y, mean, rstd = fwd(tensors, parts, p)
+    tensors = inputs()
+    check_op("dropout_residual_layer_norm_fwd", *choose(tensors, parts), dropout(p), EPS)
+    total, y, mean, rstd, *_ = fwd(tensors, parts, p)
     total = total if total.numel() else tensors["x"]
     gradients = [torch.zeros(C), torch.zeros(C), torch.zeros(C)]
     if "norm" in parts:
-        arguments = (y, total, total, tensors["gamma"], mean, rstd, p, rng, SITE)
+        arguments = (y, total, total, tensors["gamma"], mean, rstd, dropout(p))
         check_op("dropout_residual_layer_norm_bwd", *arguments, *gradients, True)
         check_op("dropout_residual_layer_norm_bwd", *arguments, None, None, None, False)
     else:
-        arguments = (None, total, total, None, mean, rstd, p, rng, SITE)
+        arguments = (None, total, total, None, mean, rstd, dropout(p))
         check_op("dropout_residual_layer_norm_bwd", *arguments, None, None, gradients[2], False)
+
+
+def widened(*tensors):
+    return [None if x is None else x.float() for x in tensors]
+
+
+@pytest.mark.parametrize("keep_y", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("parts", [ALL, ("norm",)])
+def test_casts_the_float32_result(parts, p, keep_y):
+    """Not y, which is rounded to bfloat16; the other results are those without a cast."""
+    tensors, cast = inputs(torch.bfloat16, 21, 48), make_cast()
+    *ours, values, transpose = fwd(tensors, parts, p, keep_y=keep_y, cast=cast)
+    plain = list(fwd(tensors, parts, p)[:4])
+    if not keep_y:
+        plain[1] = torch.empty(0)
+    assert all(map(torch.equal, ours, plain))
+    y = fwd({name: x.float() for name, x in tensors.items()}, parts, p)[1]
+    assert y.bfloat16().ne(y).any()
+    assert_cast_of(y, (values, transpose), cast)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("which", ["dy", "dsum", "both"])
+def test_backward_casts_the_float32_gradient(which, p):
+    tensors, cast = inputs(torch.bfloat16, 21, 48), make_cast()
+    total, _, mean, rstd, *_ = fwd(tensors, ALL, p)
+    dy, dsum = torch.randn(2, 21, 48).bfloat16()
+    given = (None if which == "dsum" else dy, None if which == "dy" else dsum, total)
+    given, rest = (*given, tensors["gamma"]), (mean, rstd, dropout(p))
+    sums, exact = ([poisoned(48, dtype=torch.float32) for _ in range(3)] for _ in range(2))
+    bwd = ops.dropout_residual_layer_norm_bwd
+    values, dresidual, transpose = bwd(*given, *rest, *sums, accumulate=False, cast=cast)
+    assert torch.equal(dresidual, bwd(*given, *rest, *exact, accumulate=False)[1])
+    # Without dy, LayerNorm has no gradients, so dgamma and dbeta are not written.
+    assert all(map(torch.equal, map(torch.nan_to_num, sums), map(torch.nan_to_num, exact)))
+    dx = bwd(*widened(*given), *rest, None, None, None, accumulate=False)
+    assert_cast_of(dx[0] if p > 0 else dx[1], (values, transpose), cast)
+
+
+def test_opcheck_of_casts():
+    tensors = inputs(torch.bfloat16, 21, 48)
+    given = (*choose(tensors, ALL), dropout(0.3), EPS)
+    check_op("dropout_residual_layer_norm_fwd", *given, True, make_cast())
+    check_op("dropout_residual_layer_norm_fwd", *given, False, make_cast())
+    total, y, mean, rstd, *_ = fwd(tensors, ALL, 0.3)
+    given = (y, None, total, tensors["gamma"], mean, rstd)
+    for p in (0.0, 0.3):
+        gradients = torch.zeros(48), None, torch.zeros(48)
+        check_op(
+            "dropout_residual_layer_norm_bwd", *given, dropout(p), *gradients, True, make_cast()
+        )
 
 
 @pytest.mark.parametrize(
@@ -250,32 +275,50 @@ def test_opcheck(parts, p):
         ({"residual": torch.randn(T, C + 1)}, r"residual must have shape \[5, 11\], got \[5, 12\]"),
         ({"gamma": torch.randn(C).half()}, "gamma must be float32, got float16"),
         ({"beta": None}, "give both gamma and beta, or neither"),
-        ({"p": 1.0}, "p must be at least 0 and below 1, got 1.0"),
+        ({"dropout": dropout(1.0)}, "p must be at least 0 and below 1, got 1.0"),
+        ({"keep_y": False}, "without a cast, keep_y must be True"),
+        ({"cast": make_cast()}, "x must be bfloat16, got float32"),
     ],
 )
 def test_refusals(change, message):
-    arguments = {**inputs(torch.float32), "p": 0.1, "rng": make_rng(), "site": 0, "eps": EPS}
+    arguments = {**inputs(torch.float32), "dropout": dropout(0.1), "eps": EPS}
     with pytest.raises(ValueError, match=f"dropout_residual_layer_norm_fwd: {message}"):
         ops.dropout_residual_layer_norm_fwd(**{**arguments, **change})
 
 
 def test_backward_refusals():
     tensors = inputs()
-    total, y, mean, rstd = fwd(tensors, ALL, 0.0)
+    total, y, mean, rstd, *_ = fwd(tensors, ALL, 0.0)
     none = (None, None, None, False)
     with pytest.raises(ValueError, match="one of dy and dsum must be given"):
         ops.dropout_residual_layer_norm_bwd(
-            None, None, total, None, mean, rstd, 0.0, make_rng(), SITE, *none
+            None, None, total, None, mean, rstd, dropout(0.0), *none
         )
     with pytest.raises(ValueError, match="dy needs gamma"):
-        ops.dropout_residual_layer_norm_bwd(
-            y, None, total, None, mean, rstd, 0.0, make_rng(), SITE, *none
-        )
+        ops.dropout_residual_layer_norm_bwd(y, None, total, None, mean, rstd, dropout(0.0), *none)
     with pytest.raises(ValueError, match=r"sum must have shape \[5, 11\], got \[0\]"):
         ops.dropout_residual_layer_norm_bwd(
-            y, None, y.new_empty(0), tensors["gamma"], mean, rstd, 0.0, make_rng(), SITE, *none
+            y, None, y.new_empty(0), tensors["gamma"], mean, rstd, dropout(0.0), *none
         )
     with pytest.raises(ValueError, match="mean must be float64, got float32"):
         ops.dropout_residual_layer_norm_bwd(
-            y, None, total, tensors["gamma"], mean.float(), rstd, 0.0, make_rng(), SITE, *none
+            y, None, total, tensors["gamma"], mean.float(), rstd, dropout(0.0), *none
         )
+
+
+def test_cast_refusals():
+    name, none = "dropout_residual_layer_norm", (None, None, None, False)
+    tensors = inputs(torch.bfloat16, T, 40)
+    with pytest.raises(ValueError, match=f"{name}_fwd: a cast needs gamma and beta"):
+        fwd(tensors, ("bias",), 0.3, cast=make_cast())
+    with pytest.raises(ValueError, match=f"{name}_fwd: fp8 needs rows of a multiple of 16 numbers"):
+        fwd(tensors, ALL, 0.3, cast=make_cast())
+    total, y, mean, rstd, *_ = fwd(tensors, ALL, 0.3)
+    rest = mean, rstd, dropout(0.3), *none, make_cast()
+    with pytest.raises(ValueError, match=f"{name}_bwd: fp8 needs rows of a multiple of 16 numbers"):
+        ops.dropout_residual_layer_norm_bwd(y, None, total, tensors["gamma"], *rest)
+    for given, which in (((y.float(), None), "dy"), ((None, y.float()), "dsum")):
+        with pytest.raises(ValueError, match=f"{which} must be bfloat16, got float32"):
+            ops.dropout_residual_layer_norm_bwd(
+                *given, total.float(), tensors["gamma"].float(), *rest
+            )

@@ -6,9 +6,11 @@ import pytest
 import torch
 from helpers.ops_testing import (
     assert_as_good_as,
+    assert_cast_of,
     check_gradients,
     check_op,
     leaf,
+    make_cast,
     make_rng,
     poisoned,
 )
@@ -32,23 +34,29 @@ def norm_vectors(dtype=torch.float64):
     return torch.randn(C, dtype=dtype), torch.randn(C, dtype=dtype)
 
 
+def dropout(p):
+    return ops.Dropout(p, make_rng(), SITE)
+
+
+def fwd(p, tokens, positions, weight, position_weight):
+    return ops.embedding_fwd(tokens, weight, positions, position_weight, SCALE, dropout(p))[0]
+
+
 def normed_fwd(p, tokens, positions, weight, position_weight, gamma, beta):
-    return ops.embedding_layer_norm_fwd(
-        tokens, weight, positions, position_weight, gamma, beta, SCALE, p, make_rng(), SITE, EPS
-    )
+    """y, mean and rstd."""
+    tables = tokens, weight, positions, position_weight
+    return ops.embedding_layer_norm_fwd(*tables, gamma, beta, SCALE, dropout(p), EPS)[:3]
 
 
 def normed_bwd(p, dy, statistics, tokens, positions, weight, position_weight, gamma, *_):
     """Gradients of weight, position_weight (None without), gamma and beta."""
-    x = ops.embedding_fwd(tokens, weight, positions, position_weight, SCALE, 0.0, make_rng(), SITE)
+    x = fwd(0.0, tokens, positions, weight, position_weight)
     grads = [
         None if t is None else poisoned(*t.shape, dtype=t.dtype)
         for t in (weight, position_weight, gamma, gamma)
     ]
-    dx = ops.embedding_layer_norm_bwd(
-        dy, x, gamma, *statistics, p, make_rng(), SITE, *grads[2:], False
-    )
-    ops.embedding_bwd(dx, tokens, positions, SCALE, -1, 0.0, make_rng(), SITE, *grads[:2], False)
+    dx = ops.embedding_layer_norm_bwd(dy, x, gamma, *statistics, dropout(p), *grads[2:], False)
+    ops.embedding_bwd(dx, tokens, positions, SCALE, -1, dropout(0.0), *grads[:2], False)
     return tuple(grads)
 
 
@@ -64,19 +72,7 @@ def normed_plain(p, tokens, positions, weight, position_weight, gamma, beta):
 def bwd(dy, p, accumulate=False, dweight=None, dposition=None, positions=POSITIONS, pad=PAD):
     dweight = poisoned(V, C, dtype=dy.dtype) if dweight is None else dweight
     dposition = poisoned(P, C, dtype=dy.dtype) if dposition is None else dposition
-    ops.embedding_bwd(
-        dy,
-        TOKENS,
-        positions,
-        SCALE,
-        pad,
-        p,
-        make_rng(),
-        SITE,
-        dweight,
-        dposition,
-        accumulate,
-    )
+    ops.embedding_bwd(dy, TOKENS, positions, SCALE, pad, dropout(p), dweight, dposition, accumulate)
     return dweight, dposition
 
 
@@ -91,16 +87,14 @@ def test_equals_torch(with_positions, p):
     expected = expected * keep / (1 - p)
     positions = (POSITIONS, position_weight) if with_positions else (None, None)
     with torch.no_grad():
-        y = ops.embedding_fwd(TOKENS, weight, *positions, SCALE, p, make_rng(), SITE)
+        y = fwd(p, TOKENS, positions[0], weight, positions[1])
     torch.testing.assert_close(y, expected)
 
     dy = torch.randn_like(y)
     expected.backward(dy)
     dweight = poisoned(V, C)
     dposition = poisoned(P, C) if with_positions else None
-    ops.embedding_bwd(
-        dy, TOKENS, positions[0], SCALE, PAD, p, make_rng(), SITE, dweight, dposition, False
-    )
+    ops.embedding_bwd(dy, TOKENS, positions[0], SCALE, PAD, dropout(p), dweight, dposition, False)
     torch.testing.assert_close(dweight, weight.grad)
     if with_positions:
         torch.testing.assert_close(dposition, position_weight.grad)
@@ -161,7 +155,7 @@ def test_layer_norm_accumulates(dtype):
     exact = [poisoned(C, dtype=mean.dtype) for _ in range(2)]
     before = torch.randn(2, C, dtype=dtype)
     after = before.clone()
-    settings = (gamma, mean, rstd, 0.2, make_rng(), SITE)
+    settings = (gamma, mean, rstd, dropout(0.2))
     dx = ops.embedding_layer_norm_bwd(x, x, *settings, *exact, False)
     assert torch.equal(dx, ops.embedding_layer_norm_bwd(x, x, *settings, *after, True))
     torch.testing.assert_close(after, (before + torch.stack(exact)).to(dtype))
@@ -201,11 +195,7 @@ def test_no_padding_row():
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_gradcheck(p):
     check_gradients(
-        lambda weight, position_weight: (
-            ops.embedding_fwd(
-                TOKENS, weight, POSITIONS, position_weight, SCALE, p, make_rng(), SITE
-            ),
-        ),
+        lambda weight, position_weight: (fwd(p, TOKENS, POSITIONS, weight, position_weight),),
         lambda douts, inputs, outputs: bwd(douts[0], p, pad=-1),
         tables(),
     )
@@ -226,11 +216,9 @@ def test_16_bit(dtype):
         y.backward(dy.to(kind))
         results[name] = (y.detach(), weight.grad, position_weight.grad)
     dweight, dposition = poisoned(V, C, dtype=dtype), poisoned(P, C, dtype=dtype)
-    y = ops.embedding_fwd(
-        tokens, tables_16[0], positions, tables_16[1], SCALE, 0.1, make_rng(), SITE
-    )
+    y = fwd(0.1, tokens, positions, *tables_16)
     ops.embedding_bwd(
-        dy, tokens, positions, SCALE, -1, 0.1, make_rng(), SITE, dweight, dposition, False
+        dy, tokens, positions, SCALE, -1, dropout(0.1), dweight, dposition, accumulate=False
     )
     for ours, plain, exact in zip(
         (y, dweight, dposition), results["plain"], results["exact"], strict=True
@@ -241,10 +229,10 @@ def test_16_bit(dtype):
 def test_empty():
     weight, position_weight = tables()
     none = torch.empty(0, dtype=torch.int64)
-    y = ops.embedding_fwd(none, weight, none, position_weight, 1.0, 0.1, make_rng(), 0)
+    y = fwd(0.1, none, none, weight, position_weight)
     assert y.shape == (0, C)
     dweight = poisoned(V, C)
-    ops.embedding_bwd(y, none, None, 1.0, PAD, 0.1, make_rng(), 0, dweight, None, False)
+    ops.embedding_bwd(y, none, None, SCALE, PAD, dropout(0.1), dweight, None, False)
     assert dweight.eq(0).all()
     inputs = [*tables(), *norm_vectors()]
     y, *statistics = normed_fwd(0.1, none, none, *inputs)
@@ -256,23 +244,62 @@ def test_empty():
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_opcheck(p, accumulate):
     weight, position_weight = tables()
-    rng, dy = make_rng(), torch.randn(len(TOKENS), C, dtype=torch.float64)
-    check_op("embedding_fwd", TOKENS, weight, POSITIONS, position_weight, SCALE, p, rng, SITE)
-    check_op("embedding_fwd", TOKENS, weight, None, None, SCALE, p, rng, SITE)
-    backward = (dy, TOKENS, POSITIONS, SCALE, PAD, p, rng, SITE)
+    dy = torch.randn(len(TOKENS), C, dtype=torch.float64)
+    check_op("embedding_fwd", TOKENS, weight, POSITIONS, position_weight, SCALE, dropout(p))
+    check_op("embedding_fwd", TOKENS, weight, None, None, SCALE, dropout(p))
+    backward = (dy, TOKENS, POSITIONS, SCALE, PAD, dropout(p))
     check_op("embedding_bwd", *backward, torch.zeros(V, C), torch.zeros(P, C), accumulate)
     check_op("embedding_bwd", *backward, torch.zeros(V, C), None, accumulate)
     norm = norm_vectors()
-    settings = (SCALE, p, rng, SITE, EPS)
+    settings = (SCALE, dropout(p), EPS)
     check_op("embedding_layer_norm_fwd", TOKENS, weight, None, None, *norm, *settings)
     check_op(
         "embedding_layer_norm_fwd", TOKENS, weight, POSITIONS, position_weight, *norm, *settings
     )
     x, statistics = torch.randn_like(dy), torch.rand(2, len(TOKENS), dtype=torch.float64)
-    backward = (dy, x, norm[0], *statistics.clone().unbind(), p, rng, SITE)
+    backward = (dy, x, norm[0], *statistics.clone().unbind(), dropout(p))
     gradients = torch.zeros(C), torch.zeros(C)
     check_op("embedding_layer_norm_bwd", *backward, *gradients, accumulate)
     check_op("embedding_layer_norm_bwd", *backward, None, None, accumulate)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 37])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_casts_the_rounded_result(rows, has_norm):
+    """The other results are those without a cast."""
+    name = "embedding_layer_norm_fwd" if has_norm else "embedding_fwd"
+    op, given = getattr(ops, name), wide_arguments(rows, has_norm)
+    *plain, nothing = op(*given)
+    cast = make_cast()
+    *ours, values = op(*given, cast=cast)
+    assert all(map(torch.equal, ours, plain)) and nothing.numel() == 0
+    assert_cast_of(plain[0], [values], cast)
+    assert rows < 37 or cast.saturated > 3
+    if rows == 37:
+        check_op(name, *given, cast)
+
+
+def wide_arguments(rows, has_norm):
+    """Arguments in bfloat16 for a cast: the width is a multiple of 16."""
+    torch.manual_seed(0)
+    tokens, positions = torch.randint(V, (rows,)), torch.arange(rows) % P
+    weight, position_weight, (gamma, beta) = (
+        (torch.randn(n, 48) * 4).bfloat16() for n in (V, P, 2)
+    )
+    norm, eps = ((gamma, beta), (EPS,)) if has_norm else ((), ())
+    return tokens, weight, positions, position_weight, *norm, SCALE, dropout(0.1), *eps
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_cast_refusals(has_norm):
+    op = ops.embedding_layer_norm_fwd if has_norm else ops.embedding_fwd
+    given = wide_arguments(7, has_norm)
+    with pytest.raises(ValueError, match=f"{op.__name__}: scale must be a power of two"):
+        op(*given, cast=make_cast(0.75))
+    tokens, weight, positions, position_weight, *rest = given
+    vectors = [x[:40] if isinstance(x, torch.Tensor) else x for x in rest]
+    with pytest.raises(ValueError, match="fp8 needs rows of a multiple of 16 numbers, got 40"):
+        op(tokens, weight[:, :40], positions, position_weight[:, :40], *vectors, cast=make_cast())
 
 
 @pytest.mark.parametrize(
@@ -285,7 +312,8 @@ def test_opcheck(p, accumulate):
         ({"positions": POSITIONS[:3]}, r"positions must have shape \[7\], got \[3\]"),
         ({"position_weight": torch.randn(P, C + 1)}, r"position_weight must have shape \[P, 6\]"),
         ({"position_weight": torch.randn(P, C).half()}, "position_weight must be float32, got"),
-        ({"p": -0.1}, "p must be at least 0 and below 1"),
+        ({"dropout": dropout(-0.1)}, "p must be at least 0 and below 1"),
+        ({"cast": make_cast()}, "weight must be bfloat16, got float32"),
     ],
 )
 def test_refusals(change, message):
@@ -296,9 +324,7 @@ def test_refusals(change, message):
         "positions": POSITIONS,
         "position_weight": position_weight,
         "scale": 1.0,
-        "p": 0.0,
-        "rng": make_rng(),
-        "site": 0,
+        "dropout": dropout(0.0),
     }
     with pytest.raises(ValueError, match=f"embedding_fwd: {message}"):
         ops.embedding_fwd(**{**arguments, **change})
@@ -310,14 +336,15 @@ def test_refusals(change, message):
         ({"tokens": TOKENS.float()}, "tokens must be int32 or int64, got float32"),
         ({"gamma": torch.randn(C + 1)}, r"gamma must have shape \[6\], got \[7\]"),
         ({"beta": torch.randn(C).half()}, "beta must be float32, got float16"),
+        ({"cast": make_cast()}, "weight must be bfloat16, got float32"),
     ],
 )
 def test_layer_norm_refusals(change, message):
     weight, gamma, beta = tables(torch.float32)[0], *norm_vectors(torch.float32)
     arguments = {"tokens": TOKENS, "weight": weight, "gamma": gamma, "beta": beta, **change}
-    rest = {"positions": None, "position_weight": None, "scale": 1.0, "p": 0.0, "eps": EPS}
+    rest = {"positions": None, "position_weight": None, "scale": 1.0, "eps": EPS}
     with pytest.raises(ValueError, match=f"embedding_layer_norm_fwd: {message}"):
-        ops.embedding_layer_norm_fwd(**arguments, **rest, rng=make_rng(), site=0)
+        ops.embedding_layer_norm_fwd(**arguments, **rest, dropout=dropout(0.0))
 
 
 @pytest.mark.parametrize(
@@ -328,14 +355,14 @@ def test_layer_norm_refusals(change, message):
         ({"gamma": torch.randn(C + 1)}, r"gamma must have shape \[6\], got \[7\]"),
         ({"rstd": torch.randn(8)}, r"rstd must have shape \[7\], got \[8\]"),
         ({"dbeta": torch.randn(7, C)}, r"dbeta must have shape \[6\], got \[7, 6\]"),
-        ({"p": 1.0}, "p must be at least 0 and below 1"),
+        ({"dropout": dropout(1.0)}, "p must be at least 0 and below 1"),
     ],
 )
 def test_layer_norm_backward_refusals(change, message):
     dy, x = torch.randn(2, 7, C)
     gamma, beta = norm_vectors(torch.float32)
-    arguments = {"dy": dy, "x": x, "gamma": gamma, "mean": dy[:, 0], "rstd": dy[:, 1], "p": 0.0}
-    arguments |= {"dgamma": gamma.clone(), "dbeta": beta, "rng": make_rng(), "site": 0, **change}
+    arguments = {"dy": dy, "x": x, "gamma": gamma, "mean": dy[:, 0], "rstd": dy[:, 1]}
+    arguments |= {"dropout": dropout(0.0), "dgamma": gamma.clone(), "dbeta": beta, **change}
     with pytest.raises(ValueError, match=f"embedding_layer_norm_bwd: {message}"):
         ops.embedding_layer_norm_bwd(**arguments, accumulate=False)
 
@@ -353,7 +380,7 @@ def test_backward_refusals():
 def test_indices_are_checked(monkeypatch):
     monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     weight, position_weight = tables()
-    arguments = (1.0, 0.0, make_rng(), 0)
+    arguments = (1.0, dropout(0.0))
     ops.embedding_fwd(TOKENS, weight, POSITIONS, position_weight, *arguments)
     ops.embedding_fwd(TOKENS[:0], weight[:0], None, None, *arguments)
     with pytest.raises(ValueError, match=r"embedding_fwd: tokens must be in \[0, V\) .* got 11"):

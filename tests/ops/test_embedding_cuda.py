@@ -8,7 +8,15 @@ import math
 
 import pytest
 import torch
-from helpers.ops_testing import assert_kernel_as_good_as, leaf, poison_cache
+from helpers.ops_testing import (
+    assert_cast_of,
+    assert_kernel_as_good_as,
+    check_op,
+    leaf,
+    make_cast,
+    poison_cache,
+    skip_without_fp8,
+)
 from helpers.ops_testing import make_rng as rng_on
 from torch.nn import functional
 
@@ -21,6 +29,10 @@ pytestmark = pytest.mark.gpu
 
 PAD, SCALE, SITE, EPS = 1, 2.5, 4, 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def dropout(p, rng=None):
+    return ops.Dropout(p, make_rng() if rng is None else rng, SITE)
 
 
 class Batch:
@@ -40,9 +52,20 @@ class Batch:
         self.dy = normal(tokens)
         self.gamma, self.beta = normal(2)
 
-    def forward(self, p, positions=True):
+    def embedded(self, p, has_norm=False, positions=True, rng=None, cast=None):
+        """The results of the op."""
         extra = (self.positions, self.position_weight) if positions else (None, None)
-        return ops.embedding_fwd(self.tokens, self.weight, *extra, SCALE, p, make_rng(), SITE)
+        tables = self.tokens, self.weight, *extra
+        if has_norm:
+            vectors = self.gamma, self.beta
+            return ops.embedding_layer_norm_fwd(
+                *tables, *vectors, SCALE, dropout(p, rng), eps=EPS, cast=cast
+            )
+        return ops.embedding_fwd(*tables, SCALE, dropout(p, rng), cast)
+
+    def forward(self, p, positions=True, rng=None):
+        """y"""
+        return self.embedded(p, False, positions, rng)[0]
 
     def backward(self, p, dtype=None, accumulate=None, positions=True, pad=PAD):
         """Both gradients; accumulate: the tensors to add to."""
@@ -53,7 +76,7 @@ class Batch:
             grads = [x.clone() for x in accumulate]
         poison_cache()
         ops.embedding_bwd(
-            self.dy, self.tokens, self.positions, SCALE, pad, p, make_rng(), SITE,
+            self.dy, self.tokens, self.positions, SCALE, pad, dropout(p),
             grads[0], grads[1] if positions else None, accumulate is not None,
         )  # fmt: skip
         return grads if positions else grads[:1]
@@ -69,23 +92,17 @@ class Batch:
 
     def normed(self, p, positions=True, rng=None):
         """(y, mean, rstd) with LayerNorm."""
-        extra = (self.positions, self.position_weight) if positions else (None, None)
-        rng = make_rng() if rng is None else rng
-        return ops.embedding_layer_norm_fwd(
-            self.tokens, self.weight, *extra, self.gamma, self.beta, SCALE, p, rng, SITE, EPS
-        )
+        return self.embedded(p, True, positions, rng)[:3]
 
     def normed_backward(self, p, mean, rstd, dtype=None, accumulate=None, rng=None):
         """Gradients of LayerNorm's input, gamma and beta; accumulate: the tensors to add to."""
         grads = [torch.full_like(self.gamma, math.nan, dtype=dtype) for _ in range(2)]
         if accumulate is not None:
             grads = [x.clone() for x in accumulate]
-        extra = (self.positions, self.position_weight)
-        rng = make_rng() if rng is None else rng
-        x = ops.embedding_fwd(self.tokens, self.weight, *extra, SCALE, 0.0, rng, SITE)
         dx = ops.embedding_layer_norm_bwd(
-            self.dy, x, self.gamma, mean, rstd, p, rng, SITE, *grads, accumulate is not None
-        )
+            self.dy, self.forward(0.0, rng=rng), self.gamma, mean, rstd, dropout(p, rng), *grads,
+            accumulate=accumulate is not None,
+        )  # fmt: skip
         return dx, *grads
 
     def normed_plain(self, p, dtype):
@@ -134,6 +151,51 @@ def test_errs_no_more_than_plain_torch(tokens, vocabulary, places, width, p, dty
     assert all(map(torch.equal, ours, again))
 
 
+CAST_SIZES = [
+    (1, 16), (3, 48), (33, 144), (129, 272), (777, 1040), (3712, 1024), (301, 4096), (9, 8192),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize(("tokens", "width"), CAST_SIZES)
+def test_casts_the_rounded_result(tokens, width, p, has_norm):
+    check_cast(Batch(tokens, 50, 31, width, torch.bfloat16), p, has_norm)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, 1e30, -1e30])
+def test_numbers_that_no_cast_fits(number, has_norm):
+    """They are counted once."""
+    batch = Batch(50, 50, 31, 272, torch.bfloat16)
+    batch.weight[batch.tokens[3], 17] = number
+    check_cast(batch, 0.0, has_norm)
+
+
+def check_cast(batch, p, has_norm):
+    """The other results are those without a cast."""
+    skip_without_fp8()
+    *plain, nothing = batch.embedded(p, has_norm)
+    cast = make_cast(2.0**-7, "cuda")
+    poison_cache()
+    *ours, values = batch.embedded(p, has_norm, cast=cast)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
+    assert nothing.numel() == 0
+    assert_cast_of(plain[0], [values], cast)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_opcheck_of_casts(has_norm):
+    skip_without_fp8()
+    batch = Batch(21, 50, 31, 48, torch.bfloat16)
+    tables = batch.tokens, batch.weight, batch.positions, batch.position_weight
+    settings = SCALE, dropout(0.1)
+    if has_norm:
+        tables, settings = (*tables, batch.gamma, batch.beta), (*settings, EPS)
+    name = "embedding_layer_norm_fwd" if has_norm else "embedding_fwd"
+    check_op(name, *tables, *settings, make_cast(device="cuda"))
+
+
 # Every width of a team of threads, in part and whole; blocks with teams that have no row.
 @pytest.mark.parametrize(
     ("tokens", "width"),
@@ -171,9 +233,9 @@ def test_layer_norm_equals_the_reference_on_the_cpu(dtype, positions):
     vectors = batch.gamma.cpu(), batch.beta.cpu()
     expected = ops.embedding_layer_norm_fwd(
         batch.tokens.cpu(), batch.weight.cpu(), *extra, *vectors,
-        SCALE, 0.1, make_rng(device="cpu"), SITE, EPS,
+        SCALE, dropout(0.1, make_rng(device="cpu")), EPS,
     )  # fmt: skip
-    ours = [x.cpu() for x in batch.normed(0.1, positions)]
+    ours = [x.cpu() for x in batch.embedded(0.1, True, positions)]
     for mine, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, other)
     # Exactly the elements that the reference drops.
@@ -226,8 +288,8 @@ def test_layer_norm_of_strided_rows():
 def test_equals_the_reference_on_the_cpu(dtype, positions):
     batch = Batch(300, 100, 31, 72, dtype, torch.int32)
     extra = (batch.positions.cpu(), batch.position_weight.cpu()) if positions else (None, None)
-    expected = ops.embedding_fwd(
-        batch.tokens.cpu(), batch.weight.cpu(), *extra, SCALE, 0.1, make_rng(device="cpu"), SITE
+    expected, _ = ops.embedding_fwd(
+        batch.tokens.cpu(), batch.weight.cpu(), *extra, SCALE, dropout(0.1, make_rng(device="cpu"))
     )
     y = batch.forward(0.1, positions)
     torch.testing.assert_close(y.cpu(), expected)
@@ -295,7 +357,7 @@ def test_strided_rows():
     tables = [torch.full((len(x), 96), math.nan, device="cuda").half() for x in (batch.weight,)]
     batch.dy = wide[:, 64:]
     ops.embedding_bwd(
-        batch.dy, batch.tokens.repeat_interleave(2)[::2], None, SCALE, PAD, 0.1, make_rng(), SITE,
+        batch.dy, batch.tokens.repeat_interleave(2)[::2], None, SCALE, PAD, dropout(0.1),
         tables[0][:, 32:], None, False,
     )  # fmt: skip
     batch.dy = batch.dy.contiguous()
@@ -311,14 +373,13 @@ def test_more_elements_than_32_bits_count():
     rows, width = 2**21 + 3, 1032
     weight = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     tokens = torch.arange(rows - 1, -1, -1, device="cuda")
-    arguments = (0.25, make_rng(), SITE)
-    y = ops.embedding_fwd(tokens, weight, None, None, 2.0, *arguments)
+    y, _ = ops.embedding_fwd(tokens, weight, None, None, 2.0, dropout(0.25))
     chosen = torch.tensor([0, 2**21, rows - 1], device="cuda")
     keep = ops.keep_mask(make_rng(), SITE, chosen, width, 0.25)
     expected = (2.0 * weight[tokens[chosen]].float() * keep / 0.75).bfloat16()
     torch.testing.assert_close(y[chosen], expected)
     dweight = torch.full_like(weight, math.nan)
-    ops.embedding_bwd(weight, tokens, None, 2.0, 5, *arguments, dweight, None, False)
+    ops.embedding_bwd(weight, tokens, None, 2.0, 5, dropout(0.25), dweight, None, False)
     expected = (2.0 * weight[chosen].float() * keep / 0.75).bfloat16()
     torch.testing.assert_close(dweight[tokens[chosen]], expected)
     assert dweight[5].eq(0).all() and dweight[::1000].isfinite().all()
@@ -333,9 +394,9 @@ def test_replayed_graph_draws_anew():
     def run():
         normed, *statistics = batch.normed(0.1, rng=rng)
         gradients = batch.normed_backward(0.1, *statistics, rng=rng)
-        y = ops.embedding_fwd(batch.tokens, batch.weight, None, None, SCALE, 0.1, rng, SITE)
+        y = batch.forward(0.1, positions=False, rng=rng)
         ops.embedding_bwd(
-            batch.dy, batch.tokens, None, SCALE, PAD, 0.1, rng, SITE, dweight, None, False
+            batch.dy, batch.tokens, None, SCALE, PAD, dropout(0.1, rng), dweight, None, False
         )
         return y, normed, *gradients
 
@@ -374,7 +435,7 @@ def test_refusals():
         (weight.double(), "weight must be float32, float16 or bfloat16 on a GPU"),
     ):
         with pytest.raises(RuntimeError, match=f"embedding_fwd: {message}"):
-            ops.embedding_fwd(batch.tokens, wrong, None, None, 1.0, 0.0, make_rng(), 0)
+            ops.embedding_fwd(batch.tokens, wrong, None, None, 1.0, dropout(0.0))
     for wrong, table, message in (
         (dy[:, :12], weight[:, :12], "dy has rows of 12 elements"),
         (dy.double(), weight, "dy must be float32, float16 or bfloat16 on a GPU"),
@@ -382,9 +443,7 @@ def test_refusals():
         (dy[:, :8], weight[:, 4:12], "dweight must be contiguous in its last dimension, with rows"),
     ):
         with pytest.raises(RuntimeError, match=f"embedding_bwd: {message}"):
-            ops.embedding_bwd(
-                wrong, batch.tokens, None, 1.0, PAD, 0.0, make_rng(), 0, table, None, False
-            )
+            ops.embedding_bwd(wrong, batch.tokens, None, 1.0, PAD, dropout(0.0), table, None, False)
 
 
 def test_layer_norm_refusals():
@@ -397,7 +456,7 @@ def test_layer_norm_refusals():
     ):
         with pytest.raises(RuntimeError, match=f"embedding_layer_norm_fwd: {message}"):
             ops.embedding_layer_norm_fwd(
-                batch.tokens, weight, None, None, gamma, gamma, 1.0, 0.0, make_rng(), 0, EPS
+                batch.tokens, weight, None, None, gamma, gamma, 1.0, dropout(0.0), EPS
             )
     statistics = torch.ones(2, 10, device="cuda")
     for dy, gamma, message in (
@@ -406,7 +465,7 @@ def test_layer_norm_refusals():
     ):
         with pytest.raises(RuntimeError, match=f"embedding_layer_norm_bwd: {message}"):
             ops.embedding_layer_norm_bwd(
-                dy, dy, gamma, *statistics, 0.0, make_rng(), 0, None, None, False
+                dy, dy, gamma, *statistics, dropout(0.0), None, None, False
             )
 
 

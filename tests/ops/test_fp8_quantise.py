@@ -8,6 +8,7 @@ from helpers.ops_testing import check_op
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops import Cast
 
 NAN = 0x7F
 CODES = torch.arange(NAN)  # of the numbers from 0 to 448
@@ -17,8 +18,8 @@ NUMBERS = torch.where(
 )
 
 
-def statistics(amax: float = 0.0, saturated: int = 0) -> tuple[Tensor, Tensor]:
-    return torch.tensor(amax), torch.tensor(saturated)
+def cast_of(scale: float, amax: float = 0.0, saturated: int = 0) -> Cast:
+    return Cast(torch.tensor(scale), torch.tensor(amax), torch.tensor(saturated))
 
 
 def codes_of(x: Tensor, scale: float) -> Tensor:
@@ -33,9 +34,9 @@ def codes_of(x: Tensor, scale: float) -> Tensor:
 
 
 def quantise(x: Tensor, scale: float) -> tuple[Tensor, Tensor, float, int]:
-    amax, saturated = statistics()
-    values, transpose = ops.fp8_quantise(x, torch.tensor(scale), amax, saturated)
-    return values, transpose, amax.item(), int(saturated)
+    cast = cast_of(scale)
+    values, transpose = ops.fp8_quantise(x, cast)
+    return values, transpose, cast.amax.item(), int(cast.saturated)
 
 
 def test_the_table_is_torchs():
@@ -84,11 +85,11 @@ def test_infinity_and_nan_become_nan_and_are_not_counted():
 def test_statistics_continue():
     """So that micro-batches of an update share them."""
     x = torch.full((2, 16), -3.0)
-    amax, saturated = statistics(2.0, 5)
-    ops.fp8_quantise(x, torch.tensor(2.0**-10), amax, saturated)
-    assert amax == 3 and saturated == 5 + 32
-    ops.fp8_quantise(x / 2, torch.tensor(1.0), amax, saturated)
-    assert amax == 3 and saturated == 37
+    cast = cast_of(2.0**-10, 2.0, 5)
+    ops.fp8_quantise(x, cast)
+    assert cast.amax == 3 and cast.saturated == 5 + 32
+    ops.fp8_quantise(x / 2, cast._replace(scale=torch.tensor(1.0)))
+    assert cast.amax == 3 and cast.saturated == 37
 
 
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 17])
@@ -111,39 +112,39 @@ def test_strided_rows_and_inputs_are_not_written():
 
 
 def test_opcheck():
-    check_op("fp8_quantise", torch.randn(5, 32), torch.tensor(0.5), *statistics())
-    check_op("fp8_quantise", torch.randn(0, 32).half(), torch.tensor(0.5), *statistics())
+    check_op("fp8_quantise", torch.randn(5, 32), cast_of(0.5))
+    check_op("fp8_quantise", torch.randn(0, 32).half(), cast_of(0.5))
 
 
 def test_refusals():
-    x, scale, (amax, saturated) = torch.randn(3, 16), torch.tensor(1.0), statistics()
+    x, cast = torch.randn(3, 16), cast_of(1.0)
     with pytest.raises(ValueError, match="fp8_quantise: fp8 needs rows of a multiple of 16"):
-        ops.fp8_quantise(x[:, :8], scale, amax, saturated)
+        ops.fp8_quantise(x[:, :8], cast)
     for wrong in (0.75, -1.0, 0.0, 2.0**61, torch.nan, torch.inf):
         with pytest.raises(ValueError, match=r"scale must be a power of two from 2\^-60 to 2\^60"):
-            ops.fp8_quantise(x, torch.tensor(wrong), amax, saturated)
+            ops.fp8_quantise(x, cast_of(wrong))
     with pytest.raises(ValueError, match="scale must be float32, got float64"):
-        ops.fp8_quantise(x, scale.double(), amax, saturated)
+        ops.fp8_quantise(x, cast._replace(scale=cast.scale.double()))
     with pytest.raises(ValueError, match="x must be float16 or bfloat16 or float32, got float64"):
-        ops.fp8_quantise(x.double(), scale, amax, saturated)
+        ops.fp8_quantise(x.double(), cast)
     with pytest.raises(ValueError, match=r"amax must have shape \[\], got \[1\]"):
-        ops.fp8_quantise(x, scale, amax[None], saturated)
+        ops.fp8_quantise(x, cast._replace(amax=cast.amax[None]))
     with pytest.raises(ValueError, match="saturated must be int64, got int32"):
-        ops.fp8_quantise(x, scale, amax, saturated.int())
+        ops.fp8_quantise(x, cast._replace(saturated=cast.saturated.int()))
     with pytest.raises(ValueError, match="x must be contiguous in its last dimension"):
-        ops.fp8_quantise(torch.randn(16, 16).t(), scale, amax, saturated)
+        ops.fp8_quantise(torch.randn(16, 16).t(), cast)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_column_sums(dtype):
     """Of the numbers before the cast; it does not change."""
-    x, scale = torch.randn(21, 48).to(dtype), torch.tensor(2.0**-6)
+    x, cast = torch.randn(21, 48).to(dtype), cast_of(2.0**-6)
     held = torch.randn(48).to(dtype)
     for accumulate in (False, True):
         sums = held.clone()
-        values, transpose = ops.fp8_quantise(x, scale, *statistics(), sums, accumulate)
+        values, transpose = ops.fp8_quantise(x, cast, sums, accumulate)
         expected = x.float().sum(0) + (held.float() if accumulate else 0)
         torch.testing.assert_close(sums.float(), expected, rtol=1e-2, atol=1e-2)
-        plain = ops.fp8_quantise(x, scale, *statistics())
+        plain = ops.fp8_quantise(x, cast)
         for mine, other in zip((values, transpose), plain, strict=True):
             assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base import library
+from lightseq_fairseq.ops import Cast
 
 pytestmark = pytest.mark.gpu
 
@@ -25,17 +26,17 @@ def with_fp8() -> None:
     skip_without_fp8()
 
 
-def statistics(amax: float = 0.0, saturated: int = 0) -> tuple[Tensor, Tensor]:
-    return torch.tensor(amax), torch.tensor(saturated)
+def cast_of(scale: float, amax: float = 0.0, saturated: int = 0, device: str = "cuda") -> Cast:
+    return Cast(*(torch.tensor(x, device=device) for x in (scale, amax, saturated)))
 
 
 def assert_equals_reference(x: Tensor, scale: float, *before: float) -> None:
     """x: on a CPU. before: amax and saturated."""
-    expected, ours = statistics(*before), [s.cuda() for s in statistics(*before)]
-    results = ops.fp8_quantise(x, torch.tensor(scale), *expected)
+    expected, ours = (cast_of(scale, *before, device=device) for device in ("cpu", "cuda"))
+    results = ops.fp8_quantise(x, expected)
     poison_cache()
-    mine = ops.fp8_quantise(on_gpu(x), torch.tensor(scale).cuda(), *ours)
-    names = ("values", "transpose", "amax", "saturated")
+    mine = ops.fp8_quantise(on_gpu(x), ours)
+    names = ("values", "transpose", "scale", "amax", "saturated")
     for name, a, b in zip(names, (*mine, *ours), (*results, *expected), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous()
         assert torch.equal(bits(a.cpu()), bits(b)), name
@@ -105,33 +106,31 @@ def test_same_input_same_bits():
     x = on_gpu(wild(3001, 1040).bfloat16())
     results = []
     for _ in range(3):
-        of_cast = [s.cuda() for s in statistics()]
-        values, transpose = ops.fp8_quantise(x, torch.tensor(0.5).cuda(), *of_cast)
-        results.append((bits(values), bits(transpose), *of_cast))
+        cast = cast_of(0.5)
+        values, transpose = ops.fp8_quantise(x, cast)
+        results.append((bits(values), bits(transpose), *cast))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
 
 
 def test_replayed_graph_reads_the_scale_anew():
     x = on_gpu(wild(300, 272).bfloat16())
-    scale, of_cast = torch.tensor(1.0).cuda(), [s.cuda() for s in statistics()]
+    cast = cast_of(1.0)
 
     def run() -> tuple[Tensor, Tensor]:
-        return ops.fp8_quantise(x, scale, *of_cast)
+        return ops.fp8_quantise(x, cast)
 
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
     for power in (-5, 3):
-        scale.fill_(2.0**power)
-        for s in of_cast:
-            s.zero_()
+        for scalar, value in zip(cast, cast_of(2.0**power), strict=True):
+            scalar.copy_(value)
         graph.replay()
-        replayed = [s.clone() for s in of_cast]
-        expected = statistics()
-        results = ops.fp8_quantise(x.cpu(), scale.cpu(), *expected)
-        pairs = zip((*captured, *replayed), (*results, *expected), strict=True)
+        expected = cast_of(2.0**power, device="cpu")
+        results = ops.fp8_quantise(x.cpu(), expected)
+        pairs = zip((*captured, *cast), (*results, *expected), strict=True)
         assert all(torch.equal(bits(a.cpu()), bits(b)) for a, b in pairs)
 
 
@@ -140,11 +139,10 @@ def test_more_elements_than_32_bits_count():
     rows, columns = 2**19 + 5, 4096
     x = torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
     x[-1, -1] = 600.0
-    of_cast = [s.cuda() for s in statistics()]
-    values, transpose = ops.fp8_quantise(x, torch.tensor(1.0).cuda(), *of_cast)
-    assert of_cast[0] == 600 and of_cast[1] == 1
-    last, expected = x[-5:].cpu(), statistics()
-    of_last, _ = ops.fp8_quantise(last, torch.tensor(1.0), *expected)
+    cast = cast_of(1.0)
+    values, transpose = ops.fp8_quantise(x, cast)
+    assert cast.amax == 600 and cast.saturated == 1
+    of_last, _ = ops.fp8_quantise(x[-5:].cpu(), cast_of(1.0, device="cpu"))
     assert torch.equal(bits(values[-5:].cpu()), bits(of_last))
     assert transpose.shape == (columns, rows + 11)
     assert torch.equal(bits(transpose)[:, rows - 5 : rows].t(), bits(values)[-5:])
@@ -155,19 +153,18 @@ def test_more_elements_than_32_bits_count():
 
 
 def test_opcheck():
-    of_cast = [s.cuda() for s in statistics()]
-    check_op("fp8_quantise", torch.randn(5, 32).cuda(), torch.tensor(0.5).cuda(), *of_cast)
+    check_op("fp8_quantise", torch.randn(5, 32).cuda(), cast_of(0.5))
 
 
 def test_refusals():
-    of_cast = [s.cuda() for s in (torch.tensor(1.0), *statistics())]
+    cast = cast_of(1.0)
     with pytest.raises(RuntimeError, match="fp8_quantise: x must be contiguous in its last dim"):
-        ops.fp8_quantise(on_gpu(torch.randn(4, 40)[:, 3:35]), *of_cast)
+        ops.fp8_quantise(on_gpu(torch.randn(4, 40)[:, 3:35]), cast)
     with pytest.raises(ValueError, match="fp8_quantise: fp8 needs rows of a multiple of 16"):
-        ops.fp8_quantise(torch.randn(4, 24).cuda(), *of_cast)
+        ops.fp8_quantise(torch.randn(4, 24).cuda(), cast)
     with pytest.raises(ValueError, match="fp8_quantise: x must be float16 or bfloat16 or float32"):
-        ops.fp8_quantise(torch.randn(4, 32).double().cuda(), *of_cast)
-    assert of_cast[1] == 0 and of_cast[2] == 0
+        ops.fp8_quantise(torch.randn(4, 32).double().cuda(), cast)
+    assert cast.amax == 0 and cast.saturated == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,13 +173,13 @@ def test_column_sums(rows, columns, dtype):
     """Of the numbers before the cast; it does not change."""
     torch.manual_seed(rows + columns)
     x = (2 * torch.randn(rows, columns)).to(dtype).cuda()
-    scale = torch.tensor(2.0**-6).cuda()
+    cast = cast_of(2.0**-6)
     poison_cache()
-    plain = ops.fp8_quantise(x, scale, *(t.cuda() for t in statistics()))
+    plain = ops.fp8_quantise(x, cast)
     results = []
     for _ in range(2):
         sums = torch.full((columns,), torch.nan, device="cuda")
-        mine = ops.fp8_quantise(x, scale, *(t.cuda() for t in statistics()), sums, False)
+        mine = ops.fp8_quantise(x, cast, sums)
         assert all(map(torch.equal, map(bits, mine), map(bits, plain)))
         results.append(sums)
     assert torch.equal(*results)
@@ -190,5 +187,5 @@ def test_column_sums(rows, columns, dtype):
     assert ((results[0] - x.double().sum(0)).abs() <= 1e-5 * size + 1e-6).all()
     held = torch.randn(columns, device="cuda").to(dtype)
     expected = held.clone().add_(results[0])
-    ops.fp8_quantise(x, scale, *(t.cuda() for t in statistics()), held, True)
+    ops.fp8_quantise(x, cast, held, True)
     assert torch.equal(held, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.ops_testing import check_op
+from helpers.ops_testing import check_op, make_cast
 from torch import Tensor
 
 from lightseq_fairseq import ops
@@ -14,8 +14,7 @@ SCALE = torch.tensor(2.0**-5)
 
 def cast(x: Tensor) -> Tensor:
     """The transpose of x, as bytes."""
-    statistics = torch.tensor(0.0), torch.tensor(0)
-    return ops.fp8_quantise(x, SCALE, *statistics)[1].view(torch.uint8)
+    return ops.fp8_quantise(x, make_cast(SCALE.item()))[1].view(torch.uint8)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 37])
@@ -30,8 +29,7 @@ def test_of_a_matrix_it_is_that_of_the_cast(rows: int) -> None:
 def test_of_values_it_is_that_of_the_cast(rows: int, accumulate: bool) -> None:
     x = torch.randn(rows, 48).bfloat16()
     x[:1, :3] = torch.tensor([torch.nan, torch.inf, 1e30])
-    statistics = torch.tensor(0.0), torch.tensor(0)
-    values, expected = ops.fp8_quantise(x, SCALE, *statistics)
+    values, expected = ops.fp8_quantise(x, make_cast(SCALE.item()))
     before = torch.randn(48)
     sums = before.clone()
     ours = ops.fp8_transpose(values, SCALE, sums=sums, accumulate=accumulate)

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ops_testing import adam_arguments, check_op, skip_without_fp8, spaced
+from helpers.ops_testing import adam_arguments, check_op, flat, skip_without_fp8, spaced
 from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base import library
-from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops import Cast, WeightCast
+from lightseq_fairseq.ops.casting import E4M3
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 
 pytestmark = pytest.mark.gpu
 
 Arguments = dict[str, Any]
-CAST = ("tiles", "scale", "amax", "saturated", "values", "transposes")
 
 # A block casts 64 rows of 128 columns. The last one has more tiles than blocks are resident on a
 # GPU.
@@ -45,7 +45,7 @@ def with_fp8() -> None:
 
 
 def arguments(shapes: Sequence[tuple[int, int]]) -> Arguments:
-    """Arguments of fp8_weights on a CPU, with gaps between the matrices, which lie in memory in
+    """Arguments of `fp8_weights` on a CPU, with gaps between the matrices, which lie in memory in
     another order than in the table. Weights have all sizes, and some are not finite."""
     torch.manual_seed(len(shapes))
     matrices, start, place = [], 24, 16
@@ -58,26 +58,27 @@ def arguments(shapes: Sequence[tuple[int, int]]) -> Arguments:
     numbers = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, -0.0, 1e38, -(2.0**-11)])
     weights[24 : 24 + len(numbers)] = numbers
     unwritten = torch.full((place,), UNTOUCHED, dtype=torch.uint8)
-    return {
-        "weights": weights.bfloat16(),
-        "tiles": fp8_tiles(matrices[::-1], count),
-        "scale": torch.exp2(torch.randint(-8, 4, (len(shapes),)).float()),
-        "amax": torch.exp(3 * torch.randn(len(shapes))),
-        "saturated": torch.randint(2**40, (len(shapes),)),
-        "values": unwritten.view(E4M3),
-        "transposes": unwritten.clone().view(E4M3),
-    }
+    cast = WeightCast(
+        tiles=fp8_tiles(matrices[::-1], count),
+        scale=torch.exp2(torch.randint(-8, 4, (len(shapes),)).float()),
+        amax=torch.exp(3 * torch.randn(len(shapes))),
+        saturated=torch.randint(2**40, (len(shapes),)),
+        values=unwritten.view(E4M3),
+        transposes=unwritten.clone().view(E4M3),
+    )
+    return {"weights": weights.bfloat16(), "cast": cast}
 
 
 def of_adam(shapes: Sequence[tuple[int, int]]) -> Arguments:
-    """Arguments of fp8_adam_step, in order."""
+    """Arguments of `adam_step`, in order."""
     given = arguments(shapes)
-    weights = given.pop("weights").nan_to_num(0.5, 0.5, 0.5)
-    return {**adam_arguments(weights), **given}
+    weights = given["weights"].nan_to_num(0.5, 0.5, 0.5)
+    return {**adam_arguments(weights), "cast": given["cast"]}
 
 
 def on_gpu(given: Arguments) -> Arguments:
-    return {name: x.cuda() if isinstance(x, Tensor) else x for name, x in given.items()}
+    ours = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in given.items()}
+    return ours | {"cast": WeightCast(*(x.cuda() for x in given["cast"]))}
 
 
 def bits(x: Tensor) -> Tensor:
@@ -86,13 +87,14 @@ def bits(x: Tensor) -> Tensor:
 
 
 def assert_equal(ours: Arguments, expected: Arguments) -> None:
+    ours, expected = (given | given["cast"]._asdict() for given in (ours, expected))
     for name, x in expected.items():
         if isinstance(x, Tensor):
             assert torch.equal(bits(ours[name]), bits(x)), name
 
 
 def test_kernels_are_loaded():
-    assert {"fp8_weights", "fp8_adam_step"} <= set(library.load().kernels)
+    assert {"fp8_weights", "adam_step"} <= set(library.load().kernels)
 
 
 @ALL_MATRICES
@@ -111,11 +113,10 @@ def test_adam_has_the_bits_of_update_and_cast(shapes, norm):
     given = of_adam(shapes)
     given["norm"].fill_(norm)
     ours, expected = on_gpu(given), on_gpu(given)
-    ops.fp8_adam_step(**ours)
-    cast = {name: expected.pop(name) for name in CAST}
-    ops.adam_step(**expected)
-    ops.fp8_weights(expected["param_low"], **cast)
-    assert_equal(ours, expected | cast)
+    ops.adam_step(**ours)
+    ops.adam_step(**expected | {"cast": None})
+    ops.fp8_weights(expected["param_low"], expected["cast"])
+    assert_equal(ours, expected)
     assert ours["step"] == (8 if math.isfinite(norm) else 7)
 
 
@@ -123,16 +124,16 @@ def test_adam_has_the_bits_of_the_reference():
     given = of_adam(MATRICES["edges"])
     ours, expected = on_gpu(given), on_gpu(given)
     for _ in range(3):
-        ops.fp8_adam_step(**ours)
-        ops.REFERENCES["fp8_adam_step"](*expected.values())
+        ops.adam_step(**ours)
+        ops.REFERENCES["adam_step"](*flat(expected.values()))
     assert_equal(ours, expected)
 
 
 def test_no_matrices():
     given = arguments([(16, 16)])
-    given["tiles"] = fp8_tiles([], len(given["weights"]))
-    for name in ("scale", "amax", "saturated"):
-        given[name] = given[name][:0]
+    tiles, *scalars = given["cast"][:4]
+    tiles = fp8_tiles([], len(given["weights"]))
+    given["cast"] = WeightCast(tiles, *(x[:0] for x in scalars), *given["cast"][4:])
     ours = on_gpu(given)
     ops.fp8_weights(**ours)
     assert_equal(ours, given)
@@ -141,14 +142,14 @@ def test_no_matrices():
 def test_parts_of_tensors():
     """Scalars are rows of a table, as in training."""
     given = arguments(MATRICES["layer"])
-    tables = {name: torch.stack([given[name]] * 3).cuda() for name in ("scale", "amax")}
-    tables["scale"] = spaced(tables["scale"])
-    ours = on_gpu(given) | {name: table[1] for name, table in tables.items()}
+    scales, amaxes = (torch.stack([x] * 3).cuda() for x in given["cast"][1:3])
+    scales, ours = spaced(scales), on_gpu(given)
+    ours["cast"] = ours["cast"]._replace(scale=scales[1], amax=amaxes[1])
     ops.fp8_weights(**ours)
-    before = given["amax"].clone()
+    before = given["cast"].amax.clone()
     ops.fp8_weights(**given)
     assert_equal(ours, given)
-    assert torch.equal(tables["amax"][::2].cpu(), torch.stack([before] * 2))
+    assert torch.equal(amaxes[::2].cpu(), torch.stack([before] * 2))
 
 
 def test_same_input_same_bits():
@@ -156,7 +157,7 @@ def test_same_input_same_bits():
     results = []
     for _ in range(3):
         ours = on_gpu(given)
-        ops.fp8_adam_step(**ours)
+        ops.adam_step(**ours)
         results.append(ours)
     for other in results[1:]:
         assert_equal(other, results[0])
@@ -164,7 +165,7 @@ def test_same_input_same_bits():
 
 @pytest.mark.parametrize(
     ("run", "make", "changed"),
-    [(ops.fp8_weights, arguments, "weights"), (ops.fp8_adam_step, of_adam, "grad")],
+    [(ops.fp8_weights, arguments, "weights"), (ops.adam_step, of_adam, "grad")],
 )
 def test_replayed_graph_reads_its_input_anew(run, make, changed):
     given = make(MATRICES["edges"])
@@ -177,7 +178,7 @@ def test_replayed_graph_reads_its_input_anew(run, make, changed):
     for factor in (4.0, 0.5):
         for arguments_of in (expected, ours):
             arguments_of[changed].mul_(factor)
-            arguments_of["scale"].div_(factor**2)
+            arguments_of["cast"].scale.div_(factor**2)
         graph.replay()
         run(**expected)
         assert_equal(ours, expected)
@@ -199,14 +200,14 @@ def test_more_elements_than_32_bits_count():
     scale, amax = torch.tensor([2.0**-6, 1.0]).cuda(), torch.zeros(2).cuda()
     saturated = torch.zeros(2, dtype=torch.int64).cuda()
     tiles = fp8_tiles(matrices, end).cuda()
-    ops.fp8_weights(weights, tiles, scale, amax, saturated, values, transposes)
+    ops.fp8_weights(weights, WeightCast(tiles, scale, amax, saturated, values, transposes))
     for i, (start, _, rows, columns) in enumerate(matrices):
         part = slice(start, start + rows * columns)
-        of_cast = torch.zeros_like(amax[i]), torch.zeros_like(saturated[i])
-        results = ops.fp8_quantise(weights[part].view(rows, columns), scale[i], *of_cast)
+        cast = Cast(scale[i], torch.zeros_like(amax[i]), torch.zeros_like(saturated[i]))
+        results = ops.fp8_quantise(weights[part].view(rows, columns), cast)
         for result, ours in zip(results, (values, transposes), strict=True):
             assert torch.equal(ours.view(torch.uint8)[part], result.view(torch.uint8).flatten())
-        assert amax[i] == of_cast[0] and saturated[i] == of_cast[1]
+        assert amax[i] == cast.amax and saturated[i] == cast.saturated
     assert amax[1] == 600 and saturated[1] == 1
 
 
@@ -215,17 +216,17 @@ def test_opcheck():
 
 
 def test_refusals():
-    ours = on_gpu(arguments(MATRICES["layer"]))
-    for name in ("weights", "values", "transposes"):
-        moved = {name: ours[name][1:]}
-        if name != "weights":
-            other = "transposes" if name == "values" else "values"
-            moved[other] = ours[other][:-1]
+    weights, cast = on_gpu(arguments(MATRICES["layer"])).values()
+    for given in (
+        (weights[1:], cast),
+        (weights, cast._replace(values=cast.values[1:], transposes=cast.transposes[:-1])),
+        (weights, cast._replace(values=cast.values[:-1], transposes=cast.transposes[1:])),
+    ):
         with pytest.raises(RuntimeError, match=r"fp8_weights: .* must be aligned to \d+ bytes"):
-            ops.fp8_weights(**{**ours, **moved})
+            ops.fp8_weights(*given)
     with pytest.raises(ValueError, match="fp8_weights: tiles is on cpu, the other"):
-        ops.fp8_weights(**{**ours, "tiles": ours["tiles"].cpu()})
+        ops.fp8_weights(weights, cast._replace(tiles=cast.tiles.cpu()))
     ours = on_gpu(of_adam(MATRICES["layer"]))
-    flat = ("param", "exp_avg", "exp_avg_sq", "grad", "param_low")
-    with pytest.raises(RuntimeError, match=r"fp8_adam_step: .* must be aligned to 8 bytes"):
-        ops.fp8_adam_step(**ours | {name: ours[name][1:] for name in flat})
+    vectors = ("param", "exp_avg", "exp_avg_sq", "grad", "param_low")
+    with pytest.raises(RuntimeError, match=r"adam_step: .* must be aligned to 8 bytes"):
+        ops.adam_step(**ours | {name: ours[name][1:] for name in vectors})

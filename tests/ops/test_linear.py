@@ -1,9 +1,10 @@
-"""GEMMs with a weight compared with torch's."""
+"""GEMMs with a weight compared with torch's in float64, of float64 and of E4M3 operands."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from helpers.fp8_operands import numbers, parts, quantised, widened, with_nan
 from helpers.ops_testing import (
     assert_as_good_as,
     check_gradients,
@@ -12,33 +13,64 @@ from helpers.ops_testing import (
     make_rng,
     poisoned,
 )
+from torch import Tensor
 from torch.nn import functional
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.casting import E4M3
 
-T, K, N = 7, 5, 6
+T, K, N = 21, 48, 32
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+KINDS = pytest.mark.parametrize("kind", [F64, E4M3], ids=["float64", "fp8"])
+# Also into a buffer of another dtype than the GEMM's.
+KINDS_OF_GRADIENTS = pytest.mark.parametrize(
+    ("kind", "grad_dtype"), [(F64, F64), (F64, F32), (E4M3, BF16), (E4M3, F32)]
+)
 
 
-def inputs(dtype=torch.float64, rows=T, scale=1.0):
+def inputs(kind=F64, rows=T, k=K, n=N):
+    """x, weight, bias, dy"""
     torch.manual_seed(0)
-    shapes = ((rows, K), (N, K), (N,), (rows, N))
-    return [torch.randn(*shape, dtype=dtype) * scale for shape in shapes]
+    x, weight, bias = torch.randn(rows, k), torch.randn(n, k) * k**-0.5, torch.randn(n)
+    dy = torch.randn(rows, n)
+    if kind != E4M3:
+        return [t.to(kind) for t in (x, weight, bias, dy)]
+    dy = quantised(dy * 1e-4, 2.0**-19)
+    return [quantised(x, 2.0**-6), quantised(weight, 2.0**-9), bias.to(BF16), dy]
+
+
+def gradients(kind, dtype=F64):
+    """Memory for dweight and dbias. The op that casts dy computes dbias."""
+    return [poisoned(N, K, dtype=dtype), None if kind == E4M3 else poisoned(N, dtype=dtype)]
+
+
+def assert_near(ours: Tensor, exact: Tensor, sizes: Tensor, terms: int) -> None:
+    """Equal to float64 but for one rounding and the error of a sum in float32 or float64.
+
+    sizes: the sums of the absolute terms.
+    """
+    rounding = torch.finfo(ours.dtype).eps / 2 * exact.abs()
+    of_sum = terms * torch.finfo(F64 if ours.dtype == F64 else F32).eps * sizes
+    assert ((ours.double() - exact).abs() <= 1.01 * (rounding + of_sum)).all()
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_equals_torch(with_bias):
-    x, weight, bias, dy = inputs()
-    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    expected = functional.linear(leaves[0], leaves[1], leaves[2] if with_bias else None)
-    expected.backward(dy)
+@KINDS_OF_GRADIENTS
+def test_equals_torch(kind, grad_dtype, with_bias):
+    x, weight, bias, dy = inputs(kind)
+    leaves = [leaf(numbers(t), F64) for t in (x, weight, bias)]
+    exact = functional.linear(*leaves[:2], leaves[2] if with_bias else None)
+    exact.backward(numbers(dy))
     y = ops.linear_fwd(x, weight, bias if with_bias else None)
-    torch.testing.assert_close(y, expected.detach())
-    dweight, dbias = poisoned(N, K), poisoned(N) if with_bias else None
-    dx = ops.linear_bwd(dy, x, weight, dweight, dbias, False, True)
-    torch.testing.assert_close(dx, leaves[0].grad)
-    torch.testing.assert_close(dweight, leaves[1].grad)
-    if with_bias:
-        torch.testing.assert_close(dbias, leaves[2].grad)
+    dweight, dbias = gradients(kind, grad_dtype)
+    dx = ops.linear_bwd(dy, x, weight, dweight, dbias if with_bias else None, False, True)
+    assert y.dtype == dx.dtype == (BF16 if kind == E4M3 else kind)
+    sizes = [numbers(t).abs() for t in (x, weight, dy)]
+    assert_near(y, exact.detach(), sizes[0] @ sizes[1].t() + bias.double().abs(), K + 1)
+    assert_near(dx, leaves[0].grad, sizes[2] @ sizes[1], N)
+    assert_near(dweight, leaves[1].grad, sizes[2].t() @ sizes[0], T)
+    if with_bias and dbias is not None:
+        assert_near(dbias, leaves[2].grad, sizes[2].sum(0), T)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -49,17 +81,29 @@ def test_positive_part(with_bias):
     assert torch.equal(y, ops.linear_fwd(x, weight, bias).relu()) and y.eq(0).any()
 
 
-@pytest.mark.parametrize("grad_dtype", [torch.float64, torch.float32])
-def test_accumulate_adds(grad_dtype):
-    """Also into a buffer of another dtype than the GEMM's."""
-    x, weight, _, dy = inputs()
-    fresh = [poisoned(N, K), poisoned(N)]
+def test_exact_sums_in_fp8_are_rounded_once_to_nearest_even():
+    """Sums of small integers have no error in float32, so the bits are known."""
+    torch.manual_seed(0)
+    x = quantised(torch.randint(-15, 16, (T, K)).float(), 1.0)
+    weight = quantised(torch.randint(-15, 16, (N, K)).float() * 2.0**-10, 2.0**-10)
+    exact = numbers(x) @ numbers(weight).t()
+    assert torch.equal(ops.linear_fwd(x, weight, None), exact.float().to(BF16))
+    assert not torch.equal(exact.float().to(BF16).double(), exact)  # some are rounded
+
+
+@KINDS_OF_GRADIENTS
+def test_accumulate_adds_and_rounds_once(kind, grad_dtype):
+    x, weight, _, dy = inputs(kind)
+    fresh = gradients(kind, F32 if kind == E4M3 else F64)
     ops.linear_bwd(dy, x, weight, *fresh, False, False)
-    before = [torch.randn(N, K, dtype=grad_dtype), torch.randn(N, dtype=grad_dtype)]
-    after = [t.clone() for t in before]
+    before = [None if t is None else torch.randn(t.shape).to(grad_dtype) for t in fresh]
+    after = [None if t is None else t.clone() for t in before]
     ops.linear_bwd(dy, x, weight, *after, True, False)
     for new, old, gradient in zip(after, before, fresh, strict=True):
-        torch.testing.assert_close(new, (old + gradient).to(grad_dtype))
+        if kind == E4M3 and new is not None:
+            assert torch.equal(new, (old.float() + gradient).to(grad_dtype))
+        elif new is not None:
+            torch.testing.assert_close(new, (old + gradient).to(grad_dtype))
 
 
 def test_writes_into_a_view_of_a_flat_buffer():
@@ -70,88 +114,150 @@ def test_writes_into_a_view_of_a_flat_buffer():
     torch.testing.assert_close(flat[3 : 3 + N * K].view(N, K), dy.t() @ x)
 
 
-def test_dx_is_added_to_another_gradient():
-    x, weight, _, dy = inputs()
-    other = torch.randn_like(x)
+@KINDS
+def test_dx_is_added_to_another_gradient(kind):
+    x, weight, _, dy = inputs(kind)
+    other = torch.randn(T, K).to(BF16 if kind == E4M3 else kind)
     onto = other.clone()
     assert ops.linear_bwd(dy, x, weight, None, None, False, False, onto).numel() == 0
-    torch.testing.assert_close(onto, other + dy @ weight)
+    exact = other.double() + numbers(dy) @ numbers(weight)
+    sizes = other.double().abs() + numbers(dy).abs() @ numbers(weight).abs()
+    assert_near(onto, exact, sizes, N + 1)
     with pytest.raises(ValueError, match="linear_bwd: dx is either returned or added to onto"):
         ops.linear_bwd(dy, x, weight, None, None, False, True, onto)
 
 
-def test_dx_only_on_request():
-    x, weight, _, dy = inputs()
+@KINDS
+def test_dx_only_on_request(kind):
+    x, weight, _, dy = inputs(kind)
     assert ops.linear_bwd(dy, x, weight, None, None, False, False).numel() == 0
 
 
-def test_strided_rows():
+@KINDS
+def test_not_a_number_stays_visible(kind):
+    x, weight, _, dy = inputs(kind)
+    x, dy = with_nan(x, 3, 5), with_nan(dy, 3, 5)
+    dweight, dbias = gradients(kind)
+    if kind == E4M3:
+        dweight = dweight.to(BF16)
+    assert ops.linear_fwd(x, weight, None)[3].isnan().all()
+    assert ops.linear_bwd(dy, x, weight, dweight, dbias, False, True)[3].isnan().all()
+    assert dweight[5].isnan().all() and dweight[:, 5].isnan().all()
+    assert int(dweight.isnan().sum()) == N + K - 1
+    assert dbias is None or dbias.isnan().nonzero().tolist() == [[5]]
+
+
+@KINDS
+def test_strided_rows(kind):
     """Views of a wider GEMM's output, as attention's q, k and v are."""
-    x, weight, bias, dy = inputs()
-    wide, wide_dy = poisoned(T, 2 * K), poisoned(T, 3 * N)
-    wide[:, K:], wide_dy[:, N : 2 * N] = x, dy
-    y = ops.linear_fwd(wide[:, K:], weight, bias)
-    torch.testing.assert_close(y, functional.linear(x, weight, bias))
-    dx = ops.linear_bwd(wide_dy[:, N : 2 * N], wide[:, K:], weight, None, None, False, True)
-    torch.testing.assert_close(dx, dy @ weight)
+    x, weight, bias, dy = inputs(kind)
+    expected = (
+        ops.linear_fwd(x, weight, bias),
+        ops.linear_bwd(dy, x, weight, None, None, False, True),
+    )
+    x, weight, dy = (widened(t) for t in (x, weight, dy))
+    torch.testing.assert_close(ops.linear_fwd(x, weight, bias), expected[0])
+    dx = ops.linear_bwd(dy, x, weight, None, None, False, True)
+    torch.testing.assert_close(dx, expected[1])
 
 
 def test_gradcheck():
     def backward(douts, saved, outputs):
         x, weight, _ = saved
-        dweight, dbias = poisoned(N, K), poisoned(N)
+        dweight, dbias = poisoned(6, 5), poisoned(6)
         dx = ops.linear_bwd(douts[0].contiguous(), x, weight, dweight, dbias, False, True)
         return dx, dweight, dbias
 
-    check_gradients(lambda *arguments: (ops.linear_fwd(*arguments),), backward, inputs()[:3])
+    few = inputs(rows=7, k=5, n=6)[:3]
+    check_gradients(lambda *arguments: (ops.linear_fwd(*arguments),), backward, few)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
 def test_16_bit(dtype):
-    x, weight, bias, dy = inputs(dtype, rows=300, scale=0.5)
+    x, weight, bias, dy = inputs(dtype, rows=300)
     results = []
-    for kind in (dtype, torch.float64):
+    for kind in (dtype, F64):
         leaves = [leaf(t, kind) for t in (x, weight, bias)]
         y = functional.linear(*leaves)
         y.backward(dy.to(kind))
         results.append([y.detach(), *(t.grad for t in leaves)])
-    dweight, dbias = poisoned(N, K, dtype=dtype), poisoned(N, dtype=dtype)
+    dweight, dbias = gradients(dtype, dtype)
     y = ops.linear_fwd(x, weight, bias)
     dx = ops.linear_bwd(dy, x, weight, dweight, dbias, False, True)
     for ours, plain, exact in zip((y, dx, dweight, dbias), *results, strict=True):
         assert_as_good_as(ours, plain, exact)
 
 
-def test_empty():
-    x, weight, bias, dy = inputs(rows=0)
+@KINDS
+def test_empty(kind):
+    x, weight, bias, dy = inputs(kind, rows=0)
     assert ops.linear_fwd(x, weight, bias).shape == (0, N)
-    dweight, dbias = poisoned(N, K), poisoned(N)
+    dweight, dbias = gradients(kind, F32)
     assert ops.linear_bwd(dy, x, weight, dweight, dbias, False, True).shape == (0, K)
-    assert dweight.eq(0).all() and dbias.eq(0).all()
+    assert dweight.eq(0).all() and (dbias is None or dbias.eq(0).all())
 
 
+@KINDS
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_opcheck(accumulate):
-    x, weight, bias, dy = inputs()
-    check_op("linear_fwd", x, weight, bias, True)
-    check_op("linear_fwd", x, weight, None, False)
-    check_op("linear_bwd", dy, x, weight, torch.ones(N, K).double(), bias, None, accumulate, True)
-    check_op("linear_bwd", dy, x, weight, None, None, torch.ones_like(x), accumulate, False)
+def test_opcheck(accumulate, kind):
+    x, weight, bias, dy = inputs(kind)
+    product = parts(x), parts(weight)
+    check_op("linear_fwd", *product, bias, kind != E4M3)
+    check_op("linear_fwd", *product, None, False)
+    dweight, onto = torch.ones(N, K).to(bias.dtype), torch.ones(T, K).to(bias.dtype)
+    dbias = None if kind == E4M3 else bias
+    check_op("linear_bwd", parts(dy), *product, dweight, dbias, None, accumulate, True)
+    check_op("linear_bwd", parts(dy), *product, None, None, onto, accumulate, False)
 
 
 def test_refusals():
-    x, weight, bias, dy = inputs(torch.float32)
-    with pytest.raises(ValueError, match=r"linear_fwd: weight must have shape \[N, 5\]"):
+    x, weight, bias, dy = inputs(F32)
+    with pytest.raises(ValueError, match=r"linear_fwd: weight must have shape \[N, 48\]"):
         ops.linear_fwd(x, weight.t().contiguous(), bias)
     with pytest.raises(ValueError, match=r"linear_fwd: x must have shape \[T, K\]"):
         ops.linear_fwd(x[None], weight, bias)
     with pytest.raises(ValueError, match="linear_fwd: weight must be float32, got float16"):
         ops.linear_fwd(x, weight.half(), bias)
-    with pytest.raises(ValueError, match=r"linear_fwd: bias must have shape \[6\], got \[5\]"):
+    with pytest.raises(ValueError, match=r"linear_fwd: bias must have shape \[32\], got \[5\]"):
         ops.linear_fwd(x, weight, bias[:5])
     with pytest.raises(ValueError, match=r"linear_fwd: x must be float16 or .*, got int64"):
         ops.linear_fwd(make_rng()[None], weight, bias)
     with pytest.raises(ValueError, match="linear_bwd: dy must be contiguous in its last dimension"):
         ops.linear_bwd(dy.t().contiguous().t(), x, weight, None, None, False, True)
-    with pytest.raises(ValueError, match=r"linear_bwd: dweight must have shape \[6, 5\]"):
+    with pytest.raises(ValueError, match=r"linear_bwd: dweight must have shape \[32, 48\]"):
         ops.linear_bwd(dy, x, weight, dy, None, False, True)
+
+
+def test_refusals_in_fp8():
+    x, weight, bias, dy = inputs(E4M3)
+    with pytest.raises(ValueError, match="x_values must be float8_e4m3fn, got bfloat16"):
+        ops.linear_fwd(x._replace(values=x.values.to(BF16)), weight, None)
+    with pytest.raises(
+        ValueError, match=r"weight_values must have shape \[N, 48\], got \[48, 32\]"
+    ):
+        ops.linear_fwd(x, weight.t(), None)
+    with pytest.raises(ValueError, match="rows of a multiple of 16 numbers, got 40"):
+        ops.linear_fwd(*(t._replace(values=t.values[:, :40]) for t in (x, weight)), None)
+    with pytest.raises(ValueError, match="rows of a multiple of 16 numbers, got 20"):
+        ops.linear_fwd(x, weight._replace(values=weight.values[:20]), None)
+    with pytest.raises(ValueError, match="weight_scale must be a power of two"):
+        ops.linear_fwd(x, weight._replace(scale=weight.scale * 3), None)
+    with pytest.raises(ValueError, match="bias must be bfloat16, got float32"):
+        ops.linear_fwd(x, weight, bias.float())
+    with pytest.raises(ValueError, match="linear_fwd: relu must be False in fp8"):
+        ops.linear_fwd(x, weight, bias, relu=True)
+    for mixed in ((numbers(x), weight), (x, numbers(weight)), (x, weight.values)):
+        with pytest.raises(ValueError, match="either all operands are Quantised or none"):
+            ops.linear_fwd(*mixed, None)
+    with pytest.raises(ValueError, match=r"dweight must have shape \[32, 48\], got \[48, 32\]"):
+        ops.linear_bwd(dy, x, weight, torch.ones(K, N), None, False, True)
+    with pytest.raises(ValueError, match="dbias must be None in fp8"):
+        ops.linear_bwd(dy, x, weight, None, bias, False, True)
+    for name, wrong in {
+        "dy_transpose": (dy._replace(transpose=dy.transpose[:, :16]), x, weight),
+        "x_transpose": (dy, x._replace(transpose=x.transpose[:, :16]), weight),
+    }.items():
+        with pytest.raises(ValueError, match=rf"bwd: {name} must have shape \[.*, 32\]"):
+            ops.linear_bwd(*wrong, None, None, False, True)
+    with pytest.raises(ValueError, match="linear_bwd: weight_transpose must be a tensor, got None"):
+        ops.linear_bwd(dy, x, weight._replace(transpose=None), None, None, False, True)

@@ -122,7 +122,7 @@ def test_weights_written_within_the_graph(norm_between: bool, dtype: torch.dtype
     def call() -> list[Tensor]:
         y, weight = x, torch.cat(parts)
         if norm_between:
-            norm = None, None, gamma, beta, 0.0, rng, 1, NORM_EPS
+            norm = None, None, gamma, beta, ops.Dropout(0.0, rng, 1), NORM_EPS
             y = ops.dropout_residual_layer_norm_fwd(x, *norm)[1]
         return [y, ops.linear_fwd(y, weight, None)]
 

@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.fp8_operands import quantised
 from helpers.ops_testing import adam_arguments, make_rng, skip_without_fp8
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.ops.casting import E4M3
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 from lightseq_fairseq.ops.linear_activation import store_slope
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
@@ -23,6 +25,10 @@ pytestmark = pytest.mark.gpu
 
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+DTYPES_AND_CAST = pytest.mark.parametrize(
+    ("dtype", "is_cast"),
+    [*((dtype, False) for dtype in (torch.float32, *HALVES)), (torch.bfloat16, True)],
+)
 SITE, P = 3, 0.25
 
 
@@ -34,8 +40,26 @@ def ids(rows: int, size: int) -> Tensor:
     return torch.randint(0, size, (rows,)).cuda()
 
 
+def dropout() -> ops.Dropout:
+    return ops.Dropout(P, make_rng().cuda(), SITE)
+
+
+def new_cast(is_cast: bool = True) -> ops.Cast | None:
+    if not is_cast:
+        return None
+    skip_without_fp8()
+    return ops.Cast(*(torch.tensor(x).cuda() for x in (2.0**-6, 0.0, 0)))
+
+
+def statistics(cast: ops.Cast | None) -> tuple[Tensor, ...]:
+    return () if cast is None else cast[1:]
+
+
 def check(call: Callable[[], tuple[Tensor, ...]]) -> None:
-    first, second = ([x.cpu() for x in call()] for _ in range(2))
+    first, second = (
+        [(x.float() if x.dtype == E4M3 else x).cpu() for x in call()]  # torch compares no fp8
+        for _ in range(2)
+    )
     for x, y in zip(first, second, strict=True):
         assert x.isfinite().all() and torch.equal(x, y)
 
@@ -45,24 +69,29 @@ def seeded() -> None:
     torch.manual_seed(2)
 
 
-@DTYPES
+@DTYPES_AND_CAST
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "lengths", [[3, 16, 1, 30], [64, 40], [100, 20, 128], [200, 150]], ids=lambda n: str(max(n))
 )
-def test_attention(lengths: list[int], causal: bool, width: int, dtype: torch.dtype) -> None:
+def test_attention(
+    lengths: list[int], causal: bool, width: int, dtype: torch.dtype, is_cast: bool
+) -> None:
+    width -= 16 * is_cast  # incomplete tiles
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
     rows, longest = sum(lengths) + 2, max(lengths)
     q, k, v, dout = (on_gpu(dtype, rows, 3, width) for _ in range(4))
-    rng = make_rng().cuda()
-    settings = (cu, cu, longest, longest, causal, width**-0.5, P, rng, SITE)
+    settings = (cu, cu, longest, longest, causal, width**-0.5, dropout())
 
     def call() -> tuple[Tensor, ...]:
-        out, lse = ops.attention_fwd(q, k, v, *settings)
-        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
-        ops.attention_bwd(dout, q, k, v, out, lse, *settings, *gradients)
-        return out, lse, *gradients
+        cast = new_cast(is_cast)
+        out, lse, values = ops.attention_fwd(q, k, v, *settings, cast)
+        slices = torch.empty((rows, 3, 3, width), dtype=E4M3 if is_cast else dtype, device="cuda")
+        ops.attention_bwd(
+            dout, q, k, v, out, lse, *settings, *slices.unbind(1), q_cast=cast, k_cast=cast
+        )
+        return out, lse, values, slices, *statistics(cast)
 
     check(call)
 
@@ -118,65 +147,50 @@ def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
     check(call)
 
 
-@DTYPES
+@DTYPES_AND_CAST
 @pytest.mark.parametrize("width", [40, 1024, 2056])
-def test_dropout_residual_layer_norm(width: int, dtype: torch.dtype) -> None:
+def test_dropout_residual_layer_norm(width: int, dtype: torch.dtype, is_cast: bool) -> None:
     # The same number of rows for every team of threads. racecheck only compares how many barriers
     # two warps have passed, so if one team had one row more, it would report races.
     count = 16 * torch.cuda.get_device_properties(0).multi_processor_count
+    width += width % 16 * is_cast
     x, residual, dy, dsum = (on_gpu(dtype, count, width) for _ in range(4))
     bias, gamma, beta = (on_gpu(dtype, width) for _ in range(3))
-    dropout = (P, make_rng().cuda(), SITE)
+    of_dropout = dropout()
 
     def call() -> tuple[Tensor, ...]:
-        total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
-            x, bias, residual, gamma, beta, *dropout, 1e-5
+        cast = new_cast(is_cast)
+        total, y, mean, rstd, *operand = ops.dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, of_dropout, 1e-5, cast=cast
         )
         vectors = tuple(torch.empty_like(gamma) for _ in range(3))
-        rows = ops.dropout_residual_layer_norm_bwd(
-            dy, dsum, total, gamma, mean, rstd, *dropout, *vectors, False
+        gradients = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, of_dropout, *vectors, accumulate=False, cast=cast
         )
-        return total, y, mean, rstd, *rows, *vectors
+        return total, y, mean, rstd, *operand, *gradients, *vectors, *statistics(cast)
 
     check(call)
 
 
-@DTYPES
+@DTYPES_AND_CAST
 @pytest.mark.parametrize("width", [40, 1024, 2056])
-def test_embedding_layer_norm(width: int, dtype: torch.dtype) -> None:
+def test_embedding_layer_norm(width: int, dtype: torch.dtype, is_cast: bool) -> None:
     # As many rows for every team of threads, see test_dropout_residual_layer_norm.
     count = 16 * torch.cuda.get_device_properties(0).multi_processor_count
+    width += width % 16 * is_cast
     tokens, positions, dy = ids(count, 50), ids(count, 20), on_gpu(dtype, count, width)
     tables = tokens, on_gpu(dtype, 50, width), positions, on_gpu(dtype, 20, width)
     gamma, beta = (on_gpu(dtype, width) for _ in range(2))
-    dropout = (P, make_rng().cuda(), SITE)
+    of_dropout = dropout()
 
     def call() -> tuple[Tensor, ...]:
-        y, mean, rstd = ops.embedding_layer_norm_fwd(*tables, gamma, beta, 2.0, *dropout, 1e-5)
-        vectors = tuple(torch.empty_like(gamma) for _ in range(2))
-        dx = ops.embedding_layer_norm_bwd(dy, y, gamma, mean, rstd, *dropout, *vectors, False)
-        return y, mean, rstd, dx, *vectors
-
-    check(call)
-
-
-@pytest.mark.parametrize("width", [48, 2064])
-def test_fp8_embedding(width: int) -> None:
-    skip_without_fp8()
-    # As in test_embedding_layer_norm.
-    dtype, count = torch.bfloat16, 16 * torch.cuda.get_device_properties(0).multi_processor_count
-    tokens, positions = ids(count, 50), ids(count, 20)
-    tables = tokens, on_gpu(dtype, 50, width), positions, on_gpu(dtype, 20, width)
-    gamma, beta = (on_gpu(dtype, width) for _ in range(2))
-    dropout, scale = (P, make_rng().cuda(), SITE), torch.tensor(2.0**-6).cuda()
-
-    def call() -> tuple[Tensor, ...]:
-        of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
-        y, values = ops.fp8_embedding_fwd(*tables, 2.0, *dropout, *of_cast)
-        *normed, cast = ops.fp8_embedding_layer_norm_fwd(
-            *tables, gamma, beta, 2.0, *dropout, 1e-5, *of_cast
+        cast = new_cast(is_cast)
+        y, mean, rstd, values = ops.embedding_layer_norm_fwd(
+            *tables, gamma, beta, 2.0, of_dropout, eps=1e-5, cast=cast
         )
-        return y, values.float(), *normed, cast.float(), *of_cast[1:]
+        vectors = tuple(torch.empty_like(gamma) for _ in range(2))
+        dx = ops.embedding_layer_norm_bwd(dy, y, gamma, mean, rstd, of_dropout, *vectors, False)
+        return y, mean, rstd, values, dx, *vectors, *statistics(cast)
 
     check(call)
 
@@ -185,7 +199,7 @@ def test_fp8_embedding(width: int) -> None:
 @pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "gelu_accurate"])
 def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
     x, dy, bias = on_gpu(dtype, 37, 264), on_gpu(dtype, 37, 264), on_gpu(dtype, 264)
-    settings = (activation, P, make_rng().cuda(), SITE)
+    settings = (activation, dropout())
 
     def call() -> tuple[Tensor, ...]:
         dbias = torch.empty_like(bias)
@@ -195,40 +209,13 @@ def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
     check(call)
 
 
-# fp8_linear runs cuBLAS.
 @DTYPES
 def test_fp8_quantise(dtype: torch.dtype) -> None:
-    skip_without_fp8()
-    x, scale = on_gpu(dtype, 137, 272), torch.tensor(2.0**-6).cuda()
+    x = on_gpu(dtype, 137, 272)
 
     def call() -> tuple[Tensor, ...]:
-        of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
-        sums = torch.empty_like(x[0])
-        both = ops.fp8_quantise(x, *of_cast, sums, False)
-        return *(t.float() for t in both), sums, *of_cast[1:]
-
-    check(call)
-
-
-@pytest.mark.parametrize("width", [48, 128])
-@pytest.mark.parametrize("lengths", [[3, 16, 1, 30], [200, 150]], ids=lambda n: str(max(n)))
-def test_fp8_attention(lengths: list[int], width: int) -> None:
-    skip_without_fp8()
-    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
-    rows, longest = sum(lengths) + 2, max(lengths)
-    q, k, v = (on_gpu(torch.bfloat16, rows, 3, width) for _ in range(3))
-    settings = (cu, cu, longest, longest, True, width**-0.5, P, make_rng().cuda(), SITE)
-    scale = torch.tensor(2.0**-6).cuda()
-
-    def call() -> tuple[Tensor, ...]:
-        statistics = torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
-        out, lse, values = ops.fp8_attention_fwd(q, k, v, *settings, scale, *statistics)
-        memory = torch.empty((rows, 3, *q.shape[1:]), dtype=torch.float8_e4m3fn).cuda()
-        of_cast = scale, *statistics
-        ops.fp8_attention_bwd(
-            out, q, k, v, out, lse, *settings, *memory.unbind(1), *of_cast, *of_cast
-        )
-        return out, lse, values.float(), memory.float(), *statistics
+        cast, sums = new_cast(), torch.empty_like(x[0])
+        return *ops.fp8_quantise(x, cast, sums), sums, *statistics(cast)
 
     check(call)
 
@@ -246,29 +233,6 @@ def test_fp8_transpose() -> None:
     check(of_values)
 
 
-@pytest.mark.parametrize("width", [48, 1024, 2064])
-def test_fp8_dropout_residual_layer_norm(width: int) -> None:
-    skip_without_fp8()
-    dtype, count = torch.bfloat16, 16 * torch.cuda.get_device_properties(0).multi_processor_count
-    x, residual, dy, dsum = (on_gpu(dtype, count, width) for _ in range(4))
-    bias, gamma, beta = (on_gpu(dtype, width) for _ in range(3))
-    dropout, scale = (P, make_rng().cuda(), SITE), torch.tensor(2.0**-6).cuda()
-
-    def call() -> tuple[Tensor, ...]:
-        of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
-        total, y, mean, rstd, *values = ops.fp8_dropout_residual_layer_norm_fwd(
-            x, bias, residual, gamma, beta, *dropout, 1e-5, True, *of_cast
-        )
-        vectors = tuple(torch.empty_like(gamma) for _ in range(3))
-        *dx, dresidual = ops.fp8_dropout_residual_layer_norm_bwd(
-            dy, dsum, total, gamma, mean, rstd, *dropout, *vectors, False, *of_cast
-        )
-        cast = (t.float() for t in (*values, *dx))
-        return total, y, mean, rstd, *cast, dresidual, *vectors, *of_cast[1:]
-
-    check(call)
-
-
 def test_fp8_scales() -> None:
     amaxes, histories = torch.rand(150), torch.rand(16, 150)
 
@@ -280,8 +244,8 @@ def test_fp8_scales() -> None:
     check(call)
 
 
-@pytest.mark.parametrize("op", ["fp8_weights", "fp8_adam_step"])
-def test_fp8_weights(op: str) -> None:
+@pytest.mark.parametrize("in_update", [False, True])
+def test_fp8_weights(in_update: bool) -> None:
     skip_without_fp8()
     rows, columns, count = 80, 144, 60
     size = rows * columns + 256  # with other parameters behind each matrix
@@ -291,16 +255,15 @@ def test_fp8_weights(op: str) -> None:
     scale = torch.full((count,), 2.0**-6).cuda()
 
     def call() -> tuple[Tensor, ...]:
-        of_cast = torch.zeros(count).cuda(), torch.zeros(count, dtype=torch.int64).cuda()
-        results = [torch.empty(count * rows * columns, dtype=torch.uint8).cuda() for _ in range(2)]
-        cast = tiles, scale, *of_cast, *(x.view(torch.float8_e4m3fn) for x in results)
+        noted = torch.zeros(count).cuda(), torch.zeros(count, dtype=torch.int64).cuda()
+        results = (torch.empty(count * rows * columns, dtype=E4M3).cuda() for _ in range(2))
+        cast = ops.WeightCast(tiles, scale, *noted, *results)
         of_call = [x.clone() if isinstance(x, Tensor) else x for x in given.values()]
-        if op == "fp8_weights":
-            ops.fp8_weights(given["param_low"], *cast)
+        if in_update:
+            ops.adam_step(*of_call, cast)
         else:
-            ops.fp8_adam_step(*of_call, *cast)
-        written = [x for x in of_call if isinstance(x, Tensor)]
-        return *(x.float() for x in results), *of_cast, *written
+            ops.fp8_weights(given["param_low"], cast)
+        return *cast, *(x for x in of_call if isinstance(x, Tensor))
 
     check(call)
 
@@ -317,7 +280,7 @@ TILED = 2187, 72, 2056
 def test_linear_activation(rows: int, activation: str, dtype: torch.dtype) -> None:
     _, inputs, outputs = TILED
     x, weight = on_gpu(dtype, rows, inputs), on_gpu(dtype, outputs, inputs)
-    settings = on_gpu(dtype, outputs), activation, P, make_rng().cuda(), SITE, True
+    settings = on_gpu(dtype, outputs), activation, dropout(), True
     check(lambda: ops.linear_activation_fwd(x, weight, *settings))
 
 
@@ -333,44 +296,46 @@ def test_activation_linear(with_slope: bool, dtype: torch.dtype) -> None:
 
     def call() -> tuple[Tensor, ...]:
         dbias = torch.empty_like(x[0])
-        return ops.activation_linear_bwd(dy, x, weight, slope, P, None, dbias, False), dbias
+        return *ops.activation_linear_bwd(dy, x, weight, slope, P, None, dbias, False), dbias
 
     check(call)
 
 
+# Without dweight, since cuBLAS computes that.
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_accurate"])
 @pytest.mark.parametrize("rows", [137, 2192])
-def test_fp8_linear_activation(activation: str, rows: int) -> None:
+def test_linear_next_to_an_activation_in_fp8(activation: str, rows: int) -> None:
     skip_without_fp8()
-    scale = torch.tensor(2.0**-6).cuda()
-    settings = activation, P, make_rng().cuda(), SITE, True
-    of_operand = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
-    x, _ = ops.fp8_quantise(on_gpu(torch.bfloat16, rows, 80), *of_operand)
-    weight, _ = ops.fp8_quantise(on_gpu(torch.bfloat16, 2064, 80), *of_operand)
+    x, weight = (quantised(on_gpu(torch.bfloat16, n, 80), 2.0**-6) for n in (rows, 2064))
     bias = on_gpu(torch.bfloat16, 2064)
 
     def call() -> tuple[Tensor, ...]:
-        of_cast = scale, torch.tensor(0.0).cuda(), torch.tensor(0).cuda()
-        dbias, operands = torch.empty_like(bias), (x, scale, weight, scale)
-        *y, slope = ops.fp8_linear_activation_fwd(*operands, bias, *settings, *of_cast)
-        given = y[1], None if activation == "relu" else slope
-        dz = ops.fp8_activation_linear_bwd(*operands, *given, P, dbias, False, *of_cast)
-        return *(t.float() for t in (*y, *dz)), slope, dbias, *of_cast[1:]
+        cast, dbias = new_cast(), torch.empty_like(bias)
+        *y, slope = ops.linear_activation_fwd(x, weight, bias, activation, dropout(), True, cast)
+        h, given = ops.Quantised(*y, cast.scale), None if activation == "relu" else slope
+        # The second product has as many outputs as the first has inputs.
+        dz = ops.activation_linear_bwd(
+            x, h, weight.t(), given, P, None, dbias, accumulate=False, cast=cast
+        )
+        return *y, *dz, slope, dbias, *statistics(cast)
 
     check(call)
 
 
-@DTYPES
-def test_embedding(dtype: torch.dtype) -> None:
-    tokens, positions = ids(300, 40), ids(300, 20)
-    weight, places, dy = on_gpu(dtype, 50, 72), on_gpu(dtype, 20, 72), on_gpu(dtype, 300, 72)
-    dropout = (P, make_rng().cuda(), SITE)
+@DTYPES_AND_CAST
+def test_embedding(dtype: torch.dtype, is_cast: bool) -> None:
+    tokens, positions, width = ids(300, 40), ids(300, 20), 80 if is_cast else 72
+    weight, places, dy = (on_gpu(dtype, rows, width) for rows in (50, 20, 300))
+    of_dropout = dropout()
 
     def call() -> tuple[Tensor, ...]:
-        y = ops.embedding_fwd(tokens, weight, positions, places, 2.0, *dropout)
+        cast = new_cast(is_cast)
+        y, values = ops.embedding_fwd(tokens, weight, positions, places, 2.0, of_dropout, cast)
         dweight, dplaces = torch.empty_like(weight), torch.empty_like(places)
-        ops.embedding_bwd(dy, tokens, positions, 2.0, 1, *dropout, dweight, dplaces, False)
-        return y, dweight, dplaces
+        ops.embedding_bwd(
+            dy, tokens, positions, 2.0, 1, of_dropout, dweight, dplaces, accumulate=False
+        )
+        return y, values, dweight, dplaces, *statistics(cast)
 
     check(call)
 

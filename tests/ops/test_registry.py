@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ops_testing import make_rng, poisoned
+from helpers.ops_testing import flat, make_rng, poisoned
 from torch import Tensor
 
 from lightseq_fairseq import ops
@@ -30,8 +30,12 @@ def tokens(size: int) -> Tensor:
     return torch.randint(0, size, (T,))
 
 
+def dropout() -> ops.Dropout:
+    return ops.Dropout(P, make_rng(), SITE)
+
+
 def attention() -> tuple[Any, ...]:
-    return CU, CU, 5, 5, True, 0.5, P, make_rng(), SITE
+    return CU, CU, 5, 5, True, 0.5, dropout()
 
 
 def fp8(*shape: int) -> Tensor:
@@ -46,37 +50,53 @@ def scale() -> Tensor:
     return torch.tensor(2.0**-8)
 
 
-def of_cast() -> tuple[Tensor, ...]:
-    return scale(), torch.tensor(1.5), torch.tensor(7)
+def of_cast() -> ops.Cast:
+    return ops.Cast(scale(), torch.tensor(1.5), torch.tensor(7))
 
 
-def of_matrices() -> tuple[Tensor, ...]:
+def quantised(rows: int, columns: int, padded: int = 16) -> ops.Quantised:
+    return ops.Quantised(fp8(rows, columns), fp8(columns, padded), scale())
+
+
+def of_matrices() -> ops.WeightCast:
     tiles = fp8_tiles([Matrix(512, 0, 16, 32), Matrix(64, 512, 16, 16)], 2048)
-    return tiles, scale().expand(2).clone(), torch.ones(2), torch.full((2,), 7), fp8(768), fp8(768)
+    scales, noted = scale().expand(2).clone(), (torch.ones(2), torch.full((2,), 7))
+    return ops.WeightCast(tiles, scales, *noted, fp8(768), fp8(768))
 
 
-# Arguments for every op, with a state in which every branch of it has something to do.
+# Arguments for every op, with a state in which every branch of it has something to do; and with a
+# cast for ops that may cast.
 ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dropout_mask": lambda: (make_rng(), SITE, T, C, P),
-    "embedding_fwd": lambda: (
-        *(tokens(V), randn(V, C), tokens(T), randn(T, C), 2.0, P, make_rng(), SITE),
-    ),
+    "embedding_fwd": lambda: (*(tokens(V), randn(V, C), tokens(T), randn(T, C), 2.0, dropout()),),
     "embedding_bwd": lambda: (
-        *(randn(T, C), tokens(V), tokens(T), 2.0, 1, P, make_rng(), SITE),
+        *(randn(T, C), tokens(V), tokens(T), 2.0, 1, dropout()),
         *(randn(V, C), randn(T, C), True),
     ),
     "embedding_layer_norm_fwd": lambda: (
         *(tokens(V), randn(V, C), tokens(T), randn(T, C), randn(C), randn(C)),
-        *(2.0, P, make_rng(), SITE, 1e-5),
+        *(2.0, dropout(), 1e-5),
     ),
     "embedding_layer_norm_bwd": lambda: (
         *(randn(T, C), randn(T, C), randn(C), randn(T), randn(T).abs()),
-        *(P, make_rng(), SITE, randn(C), randn(C), True),
+        *(dropout(), randn(C), randn(C), True),
+    ),
+    "embedding_fwd cast": lambda: (
+        *(tokens(V), bf16(V, 16), tokens(V), bf16(V, 16), 2.0, dropout(), of_cast()),
+    ),
+    "embedding_layer_norm_fwd cast": lambda: (
+        *(tokens(V), bf16(V, 16), tokens(V), bf16(V, 16), bf16(16), bf16(16)),
+        *(2.0, dropout(), 1e-5, of_cast()),
     ),
     "linear_fwd": lambda: (randn(T, C), randn(V, C), randn(V), True),
     "linear_bwd": lambda: (
         *(randn(T, V), randn(T, C), randn(V, C), randn(V, C), randn(V), True, False),
         randn(T, C),
+    ),
+    "linear_fwd cast": lambda: (quantised(T, 16), quantised(32, 16, 32), bf16(32)),
+    "linear_bwd cast": lambda: (
+        *(quantised(T, 32), quantised(T, 16), quantised(32, 16, 32)),
+        *(randn(32, 16).float(), None, True, False, bf16(T, 16)),
     ),
     "attention_fwd": lambda: (*(randn(T, H, C) for _ in range(3)), *attention()),
     "attention_bwd": lambda: (
@@ -84,74 +104,57 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(randn(T, H), *attention()),
         *(poisoned(T, H, C) for _ in range(3)),
     ),
+    "attention_fwd cast": lambda: (*(bf16(T, H, 16) for _ in range(3)), *attention(), of_cast()),
+    "attention_bwd cast": lambda: (
+        *(bf16(T, H, 16) for _ in range(5)),
+        *(randn(T, H).float(), *attention()),
+        *(fp8(T, H * 16).view(T, H, 16) for _ in range(3)),
+        *(of_cast(), of_cast()),
+    ),
     "dropout_residual_layer_norm_fwd": lambda: (
-        *(randn(T, C), randn(C), randn(T, C), randn(C), randn(C), P, make_rng(), SITE, 1e-5),
+        *(randn(T, C), randn(C), randn(T, C), randn(C), randn(C), dropout(), 1e-5),
     ),
     "dropout_residual_layer_norm_bwd": lambda: (
         *(randn(T, C), randn(T, C), randn(T, C), randn(C), randn(T), randn(T).abs()),
-        *(P, make_rng(), SITE, randn(C), randn(C), randn(C), True),
+        *(dropout(), randn(C), randn(C), randn(C), True),
     ),
-    "bias_activation_dropout_fwd": lambda: (randn(T, C), randn(C), "gelu", P, make_rng(), SITE),
+    "dropout_residual_layer_norm_fwd cast": lambda: (
+        *(bf16(T, 16), bf16(16), bf16(T, 16), bf16(16), bf16(16), dropout(), 1e-5),
+        *(False, of_cast()),
+    ),
+    "dropout_residual_layer_norm_bwd cast": lambda: (
+        *(bf16(T, 16), bf16(T, 16), bf16(T, 16), bf16(16), randn(T).float(), randn(T).float()),
+        *(dropout(), bf16(16), bf16(16), bf16(16), True, of_cast()),
+    ),
+    "bias_activation_dropout_fwd": lambda: (randn(T, C), randn(C), "gelu", dropout()),
     "bias_activation_dropout_bwd": lambda: (
-        *(randn(T, C), randn(T, C), randn(C), "gelu", P, make_rng(), SITE, randn(C), True),
+        *(randn(T, C), randn(T, C), randn(C), "gelu", dropout(), randn(C), True),
     ),
     "linear_activation_fwd": lambda: (
-        *(randn(T, V), randn(C, V), randn(C), "gelu", P, make_rng(), SITE, True),
+        *(randn(T, V), randn(C, V), randn(C), "gelu", dropout(), True),
+    ),
+    "linear_activation_fwd cast": lambda: (
+        *(quantised(T, 16), quantised(32, 16, 32), bf16(32), "gelu", dropout(), True, of_cast()),
     ),
     "activation_linear_bwd": lambda: (
         *(randn(T, V), randn(T, C), randn(V, C), randn(T, C), P, randn(V, C), randn(C), True),
     ),
-    "fp8_quantise": lambda: (randn(T, 16).float(), *of_cast(), randn(16).float(), True),
+    "activation_linear_bwd cast": lambda: (
+        *(quantised(T, 16), quantised(T, 32), quantised(16, 32), None, P),
+        *(randn(16, 32).float(), randn(32).float(), True, None, of_cast()),
+    ),
+    "fp8_quantise": lambda: (randn(T, 16).float(), of_cast(), randn(16).float(), True),
     "fp8_transpose": lambda: (bf16(T, 16), scale()),
-    "fp8_embedding_fwd": lambda: (
-        *(tokens(V), bf16(V, 16), tokens(V), bf16(V, 16), 2.0, P, make_rng(), SITE, *of_cast()),
-    ),
-    "fp8_embedding_layer_norm_fwd": lambda: (
-        *(tokens(V), bf16(V, 16), tokens(V), bf16(V, 16), bf16(16), bf16(16), 2.0, P, make_rng()),
-        *(SITE, 1e-5, *of_cast()),
-    ),
-    "fp8_attention_fwd": lambda: (
-        *(bf16(T, H, 16) for _ in range(3)),
-        *attention(),
-        *of_cast(),
-    ),
-    "fp8_attention_bwd": lambda: (
-        *(bf16(T, H, 16) for _ in range(5)),
-        *(randn(T, H).float(), *attention()),
-        *(fp8(T, H * 16).view(T, H, 16) for _ in range(3)),
-        *(*of_cast(), *of_cast()),
-    ),
-    "fp8_linear_fwd": lambda: (fp8(T, 16), scale(), fp8(32, 16), scale(), bf16(32)),
-    "fp8_linear_bwd": lambda: (
-        *(fp8(T, 32), fp8(32, 16), scale(), fp8(16, 16), scale(), fp8(16, 32), scale()),
-        *(randn(32, 16).float(), bf16(T, 16), True, False),
-    ),
-    "fp8_linear_activation_fwd": lambda: (
-        *(fp8(T, 16), scale(), fp8(32, 16), scale(), bf16(32), "gelu", P, make_rng(), SITE, True),
-        *of_cast(),
-    ),
-    "fp8_activation_linear_bwd": lambda: (
-        *(fp8(T, 16), scale(), fp8(32, 16), scale(), fp8(32, 16), None, P, randn(32).float(), True),
-        *of_cast(),
-    ),
-    "fp8_dropout_residual_layer_norm_fwd": lambda: (
-        *(bf16(T, 16), bf16(16), bf16(T, 16), bf16(16), bf16(16), P, make_rng(), SITE, 1e-5),
-        *(True, *of_cast()),
-    ),
-    "fp8_dropout_residual_layer_norm_bwd": lambda: (
-        *(bf16(T, 16), bf16(T, 16), bf16(T, 16), bf16(16), randn(T).float(), randn(T).float()),
-        *(P, make_rng(), SITE, bf16(16), bf16(16), bf16(16), True, *of_cast()),
-    ),
     "fp8_scales": lambda: (
         *(torch.full((V,), 2.0**-8), randn(V).abs().float(), randn(16, V).abs().float()),
         *(torch.tensor(0.0, dtype=torch.float64), False),
     ),
-    "fp8_weights": lambda: (bf16(2048), *of_matrices()),
-    "fp8_adam_step": lambda: (
+    "fp8_weights": lambda: (bf16(2048), of_matrices()),
+    "adam_step cast": lambda: (
         *(torch.randint(-(2**15), 2**15, (2048,)).short(), randn(2048).float()),
         *(randn(2048).abs().float(), bf16(2048), bf16(2048), torch.tensor(4)),
         *(torch.tensor(1e-3), torch.tensor(0.5), torch.tensor(3.0)),
-        *(1.0, 1e-6, 0.9, 0.98, 1e-8, 0.1, *of_matrices()),
+        *(1.0, 1e-6, 0.9, 0.98, 1e-8, 0.1, of_matrices()),
     ),
     "cross_entropy_fwd": lambda: (randn(T, V), tokens(V), 0.1, 1, True),
     "cross_entropy_bwd": lambda: (randn(T), randn(T, V), tokens(V), randn(T).add(3), 0.1, 1),
@@ -203,21 +206,28 @@ def arguments_of(name: str) -> tuple[Any, ...]:
     return ARGUMENTS[name]()
 
 
+def op_of(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(ops, name.split()[0])
+    return function
+
+
 def results(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     """The results of the op, and its arguments afterwards, because it writes to some of them."""
-    outputs = getattr(ops, name)(*arguments)
+    outputs = op_of(name)(*arguments)
     outputs = () if outputs is None else (outputs,) if isinstance(outputs, Tensor) else outputs
-    return [x for x in (*outputs, *arguments) if isinstance(x, Tensor)]
+    return [x for x in (*outputs, *flat(arguments)) if isinstance(x, Tensor)]
 
 
 def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     """Kernels do not support float64, except for the scalars of a step and attention's lse."""
     all_places = range(len(arguments))
     in_float64 = {"update_scalars": all_places, "attention_bwd": (5,), "fp8_scales": (3,)}.get(
-        name, ()
+        name.split()[0], ()
     )
 
     def moved(place: int, x: Any) -> Any:
+        if isinstance(x, tuple):
+            return type(x)(*(moved(place, y) for y in x))
         if not isinstance(x, Tensor):
             return x
         if place == OF_THE_HOST.get(name):
@@ -232,21 +242,30 @@ def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any,
 
 
 def test_every_op_is_covered_and_exported():
-    assert set(ARGUMENTS) == set(ops.REFERENCES)
-    assert set(ARGUMENTS) <= set(ops.__all__)
+    names = {name.split()[0] for name in ARGUMENTS}
+    assert names == set(ops.REFERENCES)
+    assert names <= set(ops.__all__)
 
 
 @pytest.mark.parametrize(
     "schema",
     [
-        "activation_linear_bwd(Tensor dy, Tensor x, Tensor weight, Tensor? slope, float p,"
-        " Tensor(a!)? dweight, Tensor(b!)? dbias, bool accumulate, Tensor? bias=None) -> Tensor",
+        "activation_linear_bwd(Tensor? dy_values, Tensor? dy_transpose, Tensor? dy_scale,"
+        " Tensor? x_values, Tensor? x_transpose, Tensor? x_scale,"
+        " Tensor? weight_values, Tensor? weight_transpose, Tensor? weight_scale,"
+        " Tensor? slope, float p, Tensor(a!)? dweight, Tensor(b!)? dbias, bool accumulate,"
+        " Tensor? bias=None, Tensor? cast_scale=None, Tensor(c!)? cast_amax=None,"
+        " Tensor(d!)? cast_saturated=None) -> (Tensor dz, Tensor transpose)",
         "cross_entropy_fwd_bwd(Tensor dloss, Tensor(a!) logits, Tensor target, float smoothing,"
         " int padding_idx, bool accuracy) -> (Tensor loss, Tensor nll, Tensor correct)",
         "decode_self_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor ancestry,"
         " Tensor step, int heads, float scale, int beam=1) -> Tensor",
-        "bias_activation_dropout_fwd(Tensor x, Tensor? bias, str activation, float p, Tensor rng,"
-        " int site) -> Tensor",
+        "bias_activation_dropout_fwd(Tensor x, Tensor? bias, str activation, float dropout_p,"
+        " Tensor dropout_rng, int dropout_site) -> Tensor",
+        "embedding_fwd(Tensor tokens, Tensor weight, Tensor? positions, Tensor? position_weight,"
+        " float scale, float dropout_p, Tensor dropout_rng, int dropout_site,"
+        " Tensor? cast_scale=None, Tensor(a!)? cast_amax=None, Tensor(b!)? cast_saturated=None)"
+        " -> (Tensor y, Tensor values)",
         "defer_column_sums(Tensor flat) -> ()",
     ],
 )
@@ -259,12 +278,41 @@ def test_schemas_follow_from_the_definitions(schema):
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_public_functions_take_what_the_schemas_name(name):
-    function = getattr(ops, name)
-    schema = getattr(torch.ops.lightseq, name).default._schema
-    assert set(inspect.signature(function).parameters) == {x.name for x in schema.arguments}
-    assert function.__name__ == name and function.__doc__
+    function = op_of(name)
+    schema = getattr(torch.ops.lightseq, function.__name__).default._schema
+    parameters = set(inspect.signature(function).parameters)
+    # An argument of a group has the name of the group before its own.
+    of_schema = {
+        x.name if x.name in parameters else x.name.rpartition("_")[0] for x in schema.arguments
+    }
+    assert of_schema == parameters
+    assert function.__name__ == name.split()[0] and function.__doc__
     with pytest.raises(TypeError, match="nonsense"):
         function(*arguments_of(name), nonsense=1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in ARGUMENTS
+        if any(isinstance(x, tuple) for x in ARGUMENTS[name]())
+        and name.split()[0] != "linear_bwd"  # takes its arguments in another order
+    ],
+)
+def test_ops_take_the_arguments_of_a_group_in_its_place(name):
+    """And a Tensor in the place of a group as the first of these."""
+    op = getattr(torch.ops.lightseq, op_of(name).__name__)
+    names = {x.name for x in op.default._schema.arguments}
+    arguments = flat(
+        (x, None, None) if isinstance(x, Tensor) and f"{parameter}_values" in names else x
+        for parameter, x in zip(inspect.signature(op_of(name)).parameters, arguments_of(name))
+    )
+    expected = results(name, arguments_of(name))
+    outputs = op(*arguments)
+    outputs = () if outputs is None else (outputs,) if isinstance(outputs, Tensor) else outputs
+    ours = [x for x in (*outputs, *arguments) if isinstance(x, Tensor)]
+    assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -282,7 +330,7 @@ def test_inference_mode_changes_nothing(name):
     assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name.endswith("_fwd")])
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if "_fwd" in name])
 def test_inputs_that_require_gradients(name):
     """As if a model were called outside of no_grad. References write in place, which autograd would
     refuse."""
@@ -314,7 +362,7 @@ def test_gpu_equals_cpu_without_synchronising(name):
         assert mine.dtype == other.dtype
         # Each kernel's own tests check its precision. Ops of fp8 have bfloat16 inputs.
         bound = 1e-4
-        if name.startswith("fp8"):
+        if name.startswith("fp8") or name.endswith("cast"):
             is_rounded = mine.is_floating_point() and mine.itemsize < 4
             bound = torch.finfo(mine.dtype if is_rounded else torch.bfloat16).eps
         if mine.itemsize == 1 and mine.is_floating_point():

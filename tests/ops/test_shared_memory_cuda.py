@@ -52,8 +52,8 @@ def test_layer_norm(dtype):
         for rows in (3, 5000 if columns <= 1024 else 1200):
             x, residual = torch.randn(2, rows, columns, device="cuda").to(dtype)
             gamma, beta = torch.randn(2, columns, device="cuda").to(dtype)
-            total, y, mean, rstd = ops.dropout_residual_layer_norm_fwd(
-                x, None, residual, gamma, beta, 0.0, rng, 0, 1e-5
+            total, y, mean, rstd, *_ = ops.dropout_residual_layer_norm_fwd(
+                x, None, residual, gamma, beta, ops.Dropout(0.0, rng, 0), 1e-5
             )
             expected = functional.layer_norm(
                 (x + residual).double(), (columns,), gamma.double(), beta.double()
@@ -62,14 +62,14 @@ def test_layer_norm(dtype):
             summed = x.double().sum(0)
             for dsum in (x, None):
                 gradients = [torch.full_like(gamma, torch.nan) for _ in range(3)]
-                dresidual, _ = ops.dropout_residual_layer_norm_bwd(
-                    x, dsum, total, gamma, mean, rstd, 0.0, rng, 0, *gradients, False
+                _, dresidual, _ = ops.dropout_residual_layer_norm_bwd(
+                    x, dsum, total, gamma, mean, rstd, ops.Dropout(0.0, rng, 0), *gradients, False
                 )
                 assert is_close(gradients[1].float(), summed, dtype), columns
                 assert dresidual.isfinite().all(), columns
             bias = torch.full_like(gamma, torch.nan)
             ops.dropout_residual_layer_norm_bwd(
-                None, x, x, None, mean, rstd, 0.0, rng, 0, None, None, bias, False
+                None, x, x, None, mean, rstd, ops.Dropout(0.0, rng, 0), None, None, bias, False
             )
             assert is_close(bias.float(), summed, dtype), columns
 
@@ -82,15 +82,15 @@ def test_embedding_layer_norm(dtype):
             weight, (gamma, beta) = (
                 torch.randn(n, columns, device="cuda").to(dtype) for n in (9, 2)
             )
-            tokens, dropout = torch.arange(rows, device="cuda") % 9, (0.0, rng, 0)
-            y, mean, rstd = ops.embedding_layer_norm_fwd(
-                tokens, weight, None, None, gamma, beta, 1.0, *dropout, 1e-5
+            tokens, dropout = torch.arange(rows, device="cuda") % 9, ops.Dropout(0.0, rng, 0)
+            y, mean, rstd, _ = ops.embedding_layer_norm_fwd(
+                tokens, weight, None, None, gamma, beta, 1.0, dropout, eps=1e-5
             )
             x = weight[tokens]
             expected = functional.layer_norm(x.double(), (columns,), gamma.double(), beta.double())
             assert is_close(y, expected, dtype), columns
             gradients = [torch.full_like(gamma, torch.nan) for _ in range(2)]
-            dx = ops.embedding_layer_norm_bwd(x, x, gamma, mean, rstd, *dropout, *gradients, False)
+            dx = ops.embedding_layer_norm_bwd(x, x, gamma, mean, rstd, dropout, *gradients, False)
             assert is_close(gradients[1].float(), x.double().sum(0), dtype), columns
             assert dx.isfinite().all(), columns
 
@@ -101,8 +101,8 @@ def test_attention(dtype):
     rng = make_rng(device="cuda")
     for width in range(8, 129, 8):
         q, k, v, dout = torch.randn(4, 300, 2, width, device="cuda").to(dtype)
-        rest = (cu, cu, 230, 230, True, width**-0.5, 0.0, rng, 0)
-        out, lse = ops.attention_fwd(q, k, v, *rest)
+        rest = (cu, cu, 230, 230, True, width**-0.5, ops.Dropout(0.0, rng, 0))
+        out, lse, _ = ops.attention_fwd(q, k, v, *rest)
         first = [x[5:70].double().transpose(0, 1) for x in (q, k, v)]
         expected = functional.scaled_dot_product_attention(*first, is_causal=True).transpose(0, 1)
         assert is_close(out[5:70], expected, dtype), width
@@ -138,12 +138,12 @@ def test_linear_next_to_an_activation(dtype):
             x, dy = torch.randn(rows, k, device="cuda"), torch.randn(rows, k, device="cuda")
             x, dy, weight = x.to(dtype), dy.to(dtype), torch.randn(2056, k, device="cuda")
             weight, bias = (weight * k**-0.5).to(dtype), torch.zeros(2056, device="cuda").to(dtype)
-            rng = make_rng(device="cuda")
-            y, slope = ops.linear_activation_fwd(x, weight, bias, "gelu", 0.0, rng, 0, True)
+            dropout = ops.Dropout(0.0, make_rng(device="cuda"), 0)
+            y, _, slope = ops.linear_activation_fwd(x, weight, bias, "gelu", dropout, True)
             expected = functional.gelu(x.double() @ weight.double().t())
             assert is_close(y, expected, dtype), (rows, k)
             across = weight.t().contiguous()
-            dz = ops.activation_linear_bwd(dy, y, across, slope, 0.0, None, bias, False)
+            dz, _ = ops.activation_linear_bwd(dy, y, across, slope, 0.0, None, bias, False)
             expected = (dy.double() @ across.double()) * read_slope(slope).double()
             assert is_close(dz, expected, dtype), (rows, k)
 
@@ -168,8 +168,7 @@ def test_embedding(dtype):
         tokens = torch.randint(2, vocabulary, (5000,), device="cuda")
         dy = torch.randn(5000, 64, device="cuda").to(dtype)
         table = torch.full((vocabulary, 64), torch.nan, device="cuda")
-        ops.embedding_bwd(
-            dy, tokens, None, 1.0, 1, 0.0, make_rng(device="cuda"), 0, table, None, False
-        )
+        dropout = ops.Dropout(0.0, make_rng(device="cuda"), 0)
+        ops.embedding_bwd(dy, tokens, None, 1.0, 1, dropout, table, None, False)
         expected = torch.zeros(vocabulary, 64, device="cuda", dtype=torch.float64)
         assert is_close(table, expected.index_add_(0, tokens, dy.double()), dtype), vocabulary
