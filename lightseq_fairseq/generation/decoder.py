@@ -298,7 +298,7 @@ def _run_layers(
     if layers[0].normalize_before:
         norm, stream = layers[0].self_attn_layer_norm, x
         x = ops.dropout_residual_layer_norm_fwd(
-            x, None, None, norm.weight, norm.bias, p=0.0, rng=rng, site=0, eps=norm.eps
+            x, None, None, norm.weight, norm.bias, ops.Dropout(0.0, rng, 0), norm.eps
         )[1]
     for place, layer in enumerate(layers):
         last = place + 1 == len(layers)

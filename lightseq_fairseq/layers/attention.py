@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightseq_fairseq import ops
 from lightseq_fairseq.layers.products import Product, product_for
 from lightseq_fairseq.layers.residual_norm import (
     Residual,
@@ -58,9 +59,7 @@ class Heads:
             "max_k": self._most(self.keys),
             "causal": self.causal,
             "scale": 1.0 / math.sqrt(width // self.count),
-            "p": self.p,
-            "rng": self.rng,
-            "site": self.site,
+            "dropout": ops.Dropout(self.p, self.rng, self.site),
         }
 
     def _most(self, segments: Segments) -> int:

@@ -53,16 +53,15 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, p: float, rng: Tensor, site: int) -> Tensor:
         ctx.save_for_backward(x, rng)
         ctx.p, ctx.site = p, site
-        return ops.bias_activation_dropout_fwd(x, None, "identity", p, rng, site)
+        return ops.bias_activation_dropout_fwd(x, None, "identity", ops.Dropout(p, rng, site))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, rng = ctx.saved_tensors
         dx = ops.bias_activation_dropout_bwd(
-            dy.contiguous(), x, None, "identity", p=ctx.p, rng=rng, site=ctx.site,
-            dbias=None, accumulate=False,
-        )  # fmt: skip
+            dy.contiguous(), x, None, "identity", ops.Dropout(ctx.p, rng, ctx.site), None, False
+        )
         return dx, None, None, None
 
 

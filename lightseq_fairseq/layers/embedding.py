@@ -42,8 +42,9 @@ class _Embedding(torch.autograd.Function):
                 rng: Tensor, settings: _LookUp) -> Tensor:  # fmt: skip
         tables = tokens, weight, positions, position_weight
         y, mean, rstd = settings.reader.embedded(
-            *tables, gamma, beta, settings.scale, settings.p, rng, settings.site, settings.eps
-        )
+            *tables, gamma, beta, settings.scale, ops.Dropout(settings.p, rng, settings.site),
+            settings.eps,
+        )  # fmt: skip
         ctx.save_for_backward(*tables, gamma, beta, mean, rstd, rng)
         ctx.settings = settings
         return y
@@ -53,25 +54,24 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         tokens, weight, positions, position_weight, gamma, beta, mean, rstd, rng = ctx.saved_tensors
         settings: _LookUp = ctx.settings
-        dy, scale, p, site = dy.contiguous(), settings.scale, settings.p, settings.site
+        dy, scale = dy.contiguous(), settings.scale
+        dropout, none = (ops.Dropout(p, rng, settings.site) for p in (settings.p, 0.0))
         of_norm: tuple[Tensor | None, ...] = (None, None)
         if gamma is not None:
             # Look x up again: this costs a kernel, but saves storing x [T, C] since forward.
-            x = ops.embedding_fwd(
-                tokens, weight, positions, position_weight, scale=scale, p=0.0, rng=rng, site=site
-            )
+            x, _ = ops.embedding_fwd(tokens, weight, positions, position_weight, scale, none)
             to = gradients_for(gamma, beta)
             dy = ops.embedding_layer_norm_bwd(
-                dy, x, gamma, mean, rstd, p=p, rng=rng, site=site,
+                dy, x, gamma, mean, rstd, dropout,
                 dgamma=to.tensors[0], dbeta=to.tensors[1], accumulate=to.accumulate,
             )  # fmt: skip
-            of_norm, p = to.handed(), 0.0
+            of_norm, dropout = to.handed(), none
         learned = ctx.needs_input_grad[3]
         to = gradients_for(weight, *([position_weight] if learned else []))
         dweight, dposition = to.tensors if learned else (to.tensors[0], None)
         ops.embedding_bwd(
-            dy, tokens, positions, scale, settings.padding_idx, p=p, rng=rng, site=site,
-            dweight=dweight, dposition_weight=dposition, accumulate=to.accumulate,
+            dy, tokens, positions, scale, settings.padding_idx, dropout, dweight, dposition,
+            accumulate=to.accumulate,
         )  # fmt: skip
         handed = to.handed()
         return None, handed[0], None, handed[1] if learned else None, *of_norm, None, None

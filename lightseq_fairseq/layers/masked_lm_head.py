@@ -26,7 +26,7 @@ class _Dense(torch.autograd.Function):
         h = ops.linear_fwd(x, weight, None)
         ctx.save_for_backward(x, h, weight, bias, rng)
         ctx.activation = activation
-        return ops.bias_activation_dropout_fwd(h, bias, activation, 0.0, rng, 0)
+        return ops.bias_activation_dropout_fwd(h, bias, activation, ops.Dropout(0.0, rng, 0))
 
     @staticmethod
     @once_differentiable
@@ -35,9 +35,8 @@ class _Dense(torch.autograd.Function):
         to = gradients_for(weight, bias)
         dweight, dbias = to.tensors
         dh = ops.bias_activation_dropout_bwd(
-            dy.contiguous(), h, bias, ctx.activation, p=0.0, rng=rng, site=0,
-            dbias=dbias, accumulate=to.accumulate,
-        )  # fmt: skip
+            dy.contiguous(), h, bias, ctx.activation, ops.Dropout(0.0, rng, 0), dbias, to.accumulate
+        )
         need_dx = ctx.needs_input_grad[0]
         dx = ops.linear_bwd(dh, x, weight, dweight, None, to.accumulate, need_dx)
         return (dx if need_dx else None, *to.handed(), None, None)

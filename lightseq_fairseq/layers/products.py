@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.memory import fp8
-from lightseq_fairseq.ops.fp8_quantise import E4M3, Quantised
+from lightseq_fairseq.ops.casting import E4M3
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Product:
         Also returns what backward needs of x, and for gelu what it needs of the activation.
         """
         a = activation
-        h, slope = ops.linear_activation_fwd(
-            x, weight, bias, a.name, a.p, a.rng, a.site, need_slope
+        h, _, slope = ops.linear_activation_fwd(
+            x, weight, bias, a.name, ops.Dropout(a.p, a.rng, a.site), need_slope
         )
         return h, x, None if a.name == "relu" else slope
 
@@ -83,25 +83,26 @@ class Product:
         Writes dweight of this product, and dbias of the ``previous`` one, whose bias is ``bias``.
         dy: [T, N]. kept: from `forward`. saved: the third result of `activated`.
         """
-        return ops.activation_linear_bwd(
-            dy, kept, weight, saved, activation.p, dweight, dbias, accumulate, bias
+        dz, _ = ops.activation_linear_bwd(
+            dy, kept, weight, saved, activation.p, dweight, dbias, accumulate, bias=bias
         )
+        return dz
 
     def embedded(
         self, tokens: Tensor, weight: Tensor, positions: Tensor | None,
         position_weight: Tensor | None, gamma: Tensor | None, beta: Tensor | None, scale: float,
-        p: float, rng: Tensor, site: int, eps: float,
+        dropout: ops.Dropout, eps: float,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """(y, mean, rstd): ``ops.embedding_layer_norm_fwd``, or without gamma and beta
         ``ops.embedding_fwd``; this product will read y."""
         tables = tokens, weight, positions, position_weight
         if gamma is None or beta is None:
-            return ops.embedding_fwd(*tables, scale, p, rng, site), None, None
-        return ops.embedding_layer_norm_fwd(*tables, gamma, beta, scale, p, rng, site, eps)
+            return ops.embedding_fwd(*tables, scale, dropout)[0], None, None
+        return ops.embedding_layer_norm_fwd(*tables, gamma, beta, scale, dropout, eps)[:3]
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Any, ...]:
         """(x, out, lse): the results of ``ops.attention_fwd``, and x, which this product reads."""
-        out, lse = ops.attention_fwd(q, k, v, **arguments)
+        out, lse, _ = ops.attention_fwd(q, k, v, **arguments)
         return out.flatten(1), out, lse
 
     def gradient_like(self, y: Tensor) -> Tensor:
@@ -125,26 +126,24 @@ class Product:
 
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
-        beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float, is_only_reader: bool,
+        beta: Tensor, dropout: ops.Dropout, *, eps: float, is_only_reader: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """``ops.dropout_residual_layer_norm_fwd``; this product will read y, perhaps only this."""
-        return ops.dropout_residual_layer_norm_fwd(
-            x, bias, residual, gamma, beta, p=p, rng=rng, site=site, eps=eps
-        )
+        return ops.dropout_residual_layer_norm_fwd(x, bias, residual, gamma, beta, dropout, eps)[:4]
 
     def before_residual(
         self, dy: Tensor | None, dsum: Tensor | None, total: Tensor, gamma: Tensor | None,
-        mean: Tensor, rstd: Tensor, p: float, rng: Tensor, site: int, **sums: Any,
+        mean: Tensor, rstd: Tensor, dropout: ops.Dropout, **sums: Any,
     ) -> tuple[Any, Tensor]:  # fmt: skip
         """``ops.dropout_residual_layer_norm_bwd``: the gradients of this product's result, for
         `backward`, and of the residual.
 
         sums: dgamma, dbeta, dbias and accumulate.
         """
-        dx, dresidual = ops.dropout_residual_layer_norm_bwd(
-            dy, dsum, total, gamma, mean, rstd, p, rng, site=site, **sums
+        dx, dresidual, _ = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, dropout, **sums
         )
-        return (dx if p > 0 else dresidual), dresidual
+        return (dx if dropout.p > 0 else dresidual), dresidual
 
 
 class Fp8Product(Product):
@@ -154,60 +153,53 @@ class Fp8Product(Product):
     """
 
     def __init__(self, operands: fp8.Operands) -> None:
-        self.operands = operands
+        self.operands = of = operands
+        self.weight = ops.Quantised(of.values, of.transpose, of.weight.scale)
 
     def forward(self, x: Any, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        of = self.operands
-        values, kept = self._input(x)
-        y = ops.fp8_linear_fwd(values, of.input.scale, of.values, of.weight.scale, bias)
-        return y, kept
+        given, kept = self._input(x)
+        return ops.linear_fwd(given, self.weight, bias), kept
 
-    def _input(self, x: Any) -> fp8.Input:
+    def _input(self, x: Any) -> tuple[ops.Quantised, Tensor]:
         of = self.operands
         if isinstance(x, Tensor):
-            x = fp8.attached(x, of) or self._cast(x)
+            x = fp8.attached(x, of) or fp8.Input(*ops.fp8_quantise(x, of.input))
         of.count(x.values.numel())
-        return x
+        return ops.Quantised(x.values, None, of.input.scale), x.kept
 
-    def _cast(self, x: Tensor) -> fp8.Input:
-        return fp8.Input(*ops.fp8_quantise(x, *self.operands.input))
-
-    def _transpose(self, kept: Tensor) -> Tensor:
-        if kept.dtype == E4M3:
-            return kept
-        return ops.fp8_transpose(kept, self.operands.input.scale)
+    def _kept(self, x: Tensor) -> ops.Quantised:
+        scale = self.operands.input.scale
+        return ops.Quantised(None, x if x.dtype == E4M3 else ops.fp8_transpose(x, scale), scale)
 
     def backward(
         self, dy: Any, kept: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor | None,
         accumulate: bool, need_dx: bool = True, onto: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        of = self.operands
-        values, transpose = self._gradient(dy, dbias, accumulate)
-        of.count(values.numel())
-        return ops.fp8_linear_bwd(
-            values, transpose, of.gradient.scale, self._transpose(kept), of.input.scale,
-            of.transpose, of.weight.scale, dweight=dweight, onto=onto, accumulate=accumulate,
-            need_dx=need_dx,
-        )  # fmt: skip
+        gradient = self._gradient(dy, dbias, accumulate)
+        return ops.linear_bwd(
+            gradient, self._kept(kept), self.weight, dweight, None, accumulate, need_dx, onto
+        )
 
-    def _gradient(self, dy: Any, dbias: Tensor | None, accumulate: bool) -> Quantised:
-        if isinstance(dy, tuple):
-            return dy
+    def _gradient(self, dy: Any, dbias: Tensor | None, accumulate: bool) -> ops.Quantised:
         to = self.operands.gradient
-        if dy.dtype == E4M3:
-            return dy, ops.fp8_transpose(dy, to.scale, sums=dbias, accumulate=accumulate)
-        return ops.fp8_quantise(dy, *to, sums=dbias, accumulate=accumulate)
+        if isinstance(dy, tuple):
+            values, transpose = dy
+        elif dy.dtype == E4M3:
+            values = dy
+            transpose = ops.fp8_transpose(dy, to.scale, sums=dbias, accumulate=accumulate)
+        else:
+            values, transpose = ops.fp8_quantise(dy, to, sums=dbias, accumulate=accumulate)
+        self.operands.count(values.numel())
+        return ops.Quantised(values, transpose, to.scale)
 
     def activated(
         self, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, need_slope: bool,
         following: Any,
     ) -> tuple[Any, Tensor, Tensor | None]:  # fmt: skip
-        a, of, to = activation, self.operands, following.operands.input
-        values, kept = self._input(x)
-        h, transpose, slope = ops.fp8_linear_activation_fwd(
-            values, of.input.scale, of.values, of.weight.scale, bias,
-            a.name, a.p, a.rng, a.site, need_slope,
-            scale=to.scale, amax=to.amax, saturated=to.saturated,
+        a, (given, kept) = activation, self._input(x)
+        h, transpose, slope = ops.linear_activation_fwd(
+            given, self.weight, bias, a.name, ops.Dropout(a.p, a.rng, a.site), need_slope,
+            following.operands.input,
         )  # fmt: skip
         return fp8.Input(h, transpose), kept, None if a.name == "relu" else slope
 
@@ -215,36 +207,30 @@ class Fp8Product(Product):
         self, dy: Tensor, kept: Tensor, weight: Tensor, dweight: Tensor, activation: Activation,
         saved: Tensor | None, bias: Tensor, dbias: Tensor, accumulate: bool, previous: Any,
     ) -> Any:  # fmt: skip
-        of, to = self.operands, previous.operands.gradient
-        gradient = self._gradient(dy, None, accumulate)
-        self.backward(gradient, kept, weight, dweight, None, accumulate, need_dx=False)
-        return ops.fp8_activation_linear_bwd(
-            gradient[0], of.gradient.scale, of.transpose, of.weight.scale, kept, saved,
-            activation.p, dbias, accumulate, scale=to.scale, amax=to.amax, saturated=to.saturated,
+        return ops.activation_linear_bwd(
+            self._gradient(dy, None, accumulate), self._kept(kept), self.weight, saved,
+            activation.p, dweight, dbias, accumulate, bias=bias, cast=previous.operands.gradient,
         )  # fmt: skip
 
     def embedded(
         self, tokens: Tensor, weight: Tensor, positions: Tensor | None,
         position_weight: Tensor | None, gamma: Tensor | None, beta: Tensor | None, scale: float,
-        p: float, rng: Tensor, site: int, eps: float,
+        dropout: ops.Dropout, eps: float,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         tables, to = (tokens, weight, positions, position_weight), self.operands.input
         mean = rstd = None
         if gamma is None or beta is None:
-            y, values = ops.fp8_embedding_fwd(*tables, scale, p, rng, site, *to)
+            y, values = ops.embedding_fwd(*tables, scale, dropout, to)
         else:
-            y, mean, rstd, values = ops.fp8_embedding_layer_norm_fwd(
-                *tables, gamma, beta, scale, p, rng, site, eps, *to
+            y, mean, rstd, values = ops.embedding_layer_norm_fwd(
+                *tables, gamma, beta, scale, dropout, eps=eps, cast=to
             )
         # detach: a tensor that refers to itself is freed late.
         fp8.attach(y, self.operands, fp8.Input(values, y.detach()))
         return y, mean, rstd
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Any, ...]:
-        to = self.operands.input
-        out, lse, values = ops.fp8_attention_fwd(
-            q, k, v, **arguments, out_scale=to.scale, amax=to.amax, saturated=to.saturated
-        )
+        out, lse, values = ops.attention_fwd(q, k, v, **arguments, cast=self.operands.input)
         return fp8.Input(values, out.flatten(1)), out, lse
 
     def gradient_like(self, y: Tensor) -> Tensor:
@@ -252,11 +238,7 @@ class Fp8Product(Product):
 
     def attention_gradients(self, of_keys: Any, **arguments: Any) -> None:
         of_q, of_k = self.operands.gradient, of_keys.operands.gradient
-        ops.fp8_attention_bwd(
-            **arguments,
-            q_scale=of_q.scale, q_amax=of_q.amax, q_saturated=of_q.saturated,
-            k_scale=of_k.scale, k_amax=of_k.amax, k_saturated=of_k.saturated,
-        )  # fmt: skip
+        ops.attention_bwd(**arguments, q_cast=of_q, k_cast=of_k)
 
     def to_autograd(self, dy: Tensor, y: Tensor) -> Tensor:
         given = fp8.stand_in(y, self.operands)
@@ -269,12 +251,11 @@ class Fp8Product(Product):
 
     def normalised(
         self, x: Tensor, bias: Tensor | None, residual: Tensor | None, gamma: Tensor,
-        beta: Tensor, *, p: float, rng: Tensor, site: int, eps: float, is_only_reader: bool,
+        beta: Tensor, dropout: ops.Dropout, *, eps: float, is_only_reader: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        to = self.operands.input
-        total, y, mean, rstd, values, transpose = ops.fp8_dropout_residual_layer_norm_fwd(
-            x, bias, residual, gamma, beta, p=p, rng=rng, site=site, eps=eps,
-            keep_y=not is_only_reader, scale=to.scale, amax=to.amax, saturated=to.saturated,
+        total, y, mean, rstd, values, transpose = ops.dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, dropout, eps, keep_y=not is_only_reader,
+            cast=self.operands.input,
         )  # fmt: skip
         if is_only_reader:
             y = fp8.stand_in(x, self.operands)
@@ -283,13 +264,11 @@ class Fp8Product(Product):
 
     def before_residual(
         self, dy: Tensor | None, dsum: Tensor | None, total: Tensor, gamma: Tensor | None,
-        mean: Tensor, rstd: Tensor, p: float, rng: Tensor, site: int, **sums: Any,
+        mean: Tensor, rstd: Tensor, dropout: ops.Dropout, **sums: Any,
     ) -> tuple[Any, Tensor]:  # fmt: skip
-        to = self.operands.gradient
-        values, transpose, dresidual = ops.fp8_dropout_residual_layer_norm_bwd(
-            dy, dsum, total, gamma, mean, rstd, p, rng, site=site, **sums,
-            scale=to.scale, amax=to.amax, saturated=to.saturated,
-        )  # fmt: skip
+        values, dresidual, transpose = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, dropout, **sums, cast=self.operands.gradient
+        )
         return (values, transpose), dresidual
 
 

@@ -53,14 +53,15 @@ def residual_norm_fwd(
     None). The rng is one of the saved tensors: if it has changed when backward draws the masks
     again, torch raises an error.
     """
-    p, rng, site = residual.p, residual.rng, residual.site
+    rng = residual.rng
+    dropout = ops.Dropout(residual.p, rng, residual.site)
     if residual.norm is None or gamma is None or beta is None:
-        total, _, mean, rstd = ops.dropout_residual_layer_norm_fwd(
-            h, bias, stream, None, None, p=p, rng=rng, site=site, eps=0.0
+        total, _, mean, rstd, _, _ = ops.dropout_residual_layer_norm_fwd(
+            h, bias, stream, None, None, dropout, eps=0.0
         )
         return [total, mean, rstd, rng], (total if residual.keep_stream else None, None)
     total, y, mean, rstd = residual.reader.normalised(
-        h, bias, stream, gamma, beta, p=p, rng=rng, site=site, eps=residual.norm.eps,
+        h, bias, stream, gamma, beta, dropout, eps=residual.norm.eps,
         is_only_reader=residual.keep_stream,
     )  # fmt: skip
     return [total, mean, rstd, rng], (total if residual.keep_stream else None, y)
@@ -80,7 +81,7 @@ def residual_norm_bwd(
     to = gradients_for(*(p for p in (bias, gamma, beta) if p is not None))
     dbias, dgamma, dbeta = (*to.tensors, None, None)[:3]
     dh, dresidual = product.before_residual(
-        dy, dstream, total, gamma, mean, rstd, residual.p, rng, residual.site,
+        dy, dstream, total, gamma, mean, rstd, ops.Dropout(residual.p, rng, residual.site),
         dgamma=dgamma, dbeta=dbeta, dbias=dbias, accumulate=to.accumulate,
     )  # fmt: skip
     return dh, dresidual, (*to.handed(), None, None)[:3]
@@ -107,7 +108,7 @@ class _LayerNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wait_for(gamma, beta)
         _, y, mean, rstd = reader.normalised(
-            x, None, None, gamma, beta, p=0.0, rng=rng, site=0, eps=eps, is_only_reader=True
+            x, None, None, gamma, beta, ops.Dropout(0.0, rng, 0), eps=eps, is_only_reader=True
         )
         ctx.save_for_backward(x, gamma, beta, mean, rstd, rng)
         ctx.set_materialize_grads(False)
@@ -120,8 +121,8 @@ class _LayerNorm(torch.autograd.Function):
         to = gradients_for(gamma, beta)
         dgamma, dbeta = to.tensors
         dstream = None if dstream is None else dstream.contiguous()
-        _, dx = ops.dropout_residual_layer_norm_bwd(
-            dy.contiguous(), dstream, x, gamma, mean, rstd, p=0.0, rng=rng, site=0,
+        _, dx, _ = ops.dropout_residual_layer_norm_bwd(
+            dy.contiguous(), dstream, x, gamma, mean, rstd, ops.Dropout(0.0, rng, 0),
             dgamma=dgamma, dbeta=dbeta, dbias=None, accumulate=to.accumulate,
         )  # fmt: skip
         return dx, *to.handed(), None, None, None

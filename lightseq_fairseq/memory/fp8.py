@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightseq_fairseq import ops
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.memory.parameters import FlatBuffer, as_one
-from lightseq_fairseq.ops.fp8_quantise import ALIGNMENT, E4M3
+from lightseq_fairseq.ops.casting import ALIGNMENT, E4M3
 from lightseq_fairseq.ops.fp8_scales import HISTORY
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 
@@ -39,28 +39,20 @@ _FIRST_SCALE = 2.0**-12
 _FIRST_PASSES = 4
 
 
-class Scalars(NamedTuple):
-    """The scalars of a cast, each 0-dim: the last three arguments of the ops that cast."""
-
-    scale: Tensor
-    amax: Tensor
-    saturated: Tensor
-
-
 @dataclass(frozen=True)
 class Operands:
     """What a product in fp8 reads and writes besides its input and gradient.
 
     Attributes:
-        input, weight, gradient: the scalars of the three casts.
+        input, weight, gradient: the three casts.
         values, transpose: the weight in E4M3, [N, K] and [K, N].
         count: called with the number of values of each cast.
         nothing: one NaN of the model's dtype, see `stand_in`.
     """
 
-    input: Scalars
-    weight: Scalars
-    gradient: Scalars
+    input: ops.Cast
+    weight: ops.Cast
+    gradient: ops.Cast
     values: Tensor
     transpose: Tensor
     count: Callable[[int], None]
@@ -119,7 +111,7 @@ class Fp8State:
         for place, weight in enumerate(weights.values()):
             part = slice(matrices[place].place, matrices[place].place + weight.numel())
             input, of_weight, gradient = (
-                Scalars(*(x[row, place] for x in (self._scale, self.amax, self.saturated)))
+                ops.Cast(*(x[row, place] for x in (self._scale, self.amax, self.saturated)))
                 for row in (_INPUT, _WEIGHT, _GRADIENT)
             )
             values = self._values[part].view(weight.shape)
@@ -177,25 +169,26 @@ class Fp8State:
 
     def cast_weights(self) -> None:
         """Cast the weights; needed whenever they have changed."""
-        ops.fp8_weights(self._low.data, *self.weight_cast())
+        ops.fp8_weights(self._low.data, self.weight_cast())
 
     def restore_weights(self) -> None:
         """Cast the weights again; needed while ``lacks_weights``.
 
         It notes nothing, since the cast before has noted the same numbers.
         """
-        amax, saturated = (torch.zeros_like(x[_WEIGHT]) for x in (self.amax, self.saturated))
-        ops.fp8_weights(
-            self._low.data, self._tiles, self._scale[_WEIGHT], amax, saturated, self._values,
-            self._transposes,
-        )  # fmt: skip
+        cast = self._cast_of_weights()
+        nowhere = {name: torch.zeros_like(getattr(cast, name)) for name in ("amax", "saturated")}
+        ops.fp8_weights(self._low.data, cast._replace(**nowhere))
         self.lacks_weights = False  # only now: if the cast fails, the next update tries again
 
-    def weight_cast(self) -> tuple[Tensor, ...]:
-        """Count one cast; returns the arguments of ``ops.fp8_weights`` after the weights."""
+    def weight_cast(self) -> ops.WeightCast:
+        """Count one cast of all weights; returns its arguments."""
         self.cast.add_(self._values.numel())
-        scalars = (x[_WEIGHT] for x in (self._scale, self.amax, self.saturated))
-        return self._tiles, *scalars, self._values, self._transposes
+        return self._cast_of_weights()
+
+    def _cast_of_weights(self) -> ops.WeightCast:
+        scale, amax, saturated = (x[_WEIGHT] for x in (self._scale, self.amax, self.saturated))
+        return ops.WeightCast(self._tiles, scale, amax, saturated, self._values, self._transposes)
 
     def state(self) -> dict[str, Tensor]:
         """Name of a product's first weight -> float32 [3, 17]: of input, weight and gradient the
@@ -289,7 +282,6 @@ __all__ = [
     "Fp8State",
     "Input",
     "Operands",
-    "Scalars",
     "attach",
     "attached",
     "operands_of",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from lightseq_fairseq.base import library
 
+from .arguments import Cast, Dropout, Quantised, WeightCast
 from .philox import attention_keep_mask, dropout_mask, keep_mask
 from .embedding import (
     embedding_bwd,
@@ -31,16 +32,8 @@ from .linear_activation import linear_activation_fwd
 from .activation_linear import activation_linear_bwd
 from .fp8_quantise import fp8_quantise
 from .fp8_transpose import fp8_transpose
-from .fp8_embedding import fp8_embedding_fwd, fp8_embedding_layer_norm_fwd
-from .fp8_attention import fp8_attention_bwd, fp8_attention_fwd
-from .fp8_linear import fp8_linear_bwd, fp8_linear_fwd
-from .fp8_linear_activation import fp8_activation_linear_bwd, fp8_linear_activation_fwd
-from .fp8_dropout_residual_layer_norm import (
-    fp8_dropout_residual_layer_norm_bwd,
-    fp8_dropout_residual_layer_norm_fwd,
-)
 from .fp8_scales import fp8_scales
-from .fp8_weights import fp8_adam_step, fp8_weights
+from .fp8_weights import fp8_weights
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
 from .column_sum import defer_column_sums, flush_column_sums
 from .beam_search import beam_candidates, beam_sample
@@ -50,6 +43,10 @@ from .adam import adam_norm, adam_step, join_floats, split_floats
 from .registry import REFERENCES
 
 __all__ = [
+    "Cast",
+    "Dropout",
+    "Quantised",
+    "WeightCast",
     "keep_mask",
     "attention_keep_mask",
     "dropout_mask",
@@ -71,19 +68,8 @@ __all__ = [
     "activation_linear_bwd",
     "fp8_quantise",
     "fp8_transpose",
-    "fp8_embedding_fwd",
-    "fp8_embedding_layer_norm_fwd",
-    "fp8_attention_bwd",
-    "fp8_attention_fwd",
-    "fp8_linear_fwd",
-    "fp8_linear_bwd",
-    "fp8_linear_activation_fwd",
-    "fp8_activation_linear_bwd",
-    "fp8_dropout_residual_layer_norm_fwd",
-    "fp8_dropout_residual_layer_norm_bwd",
     "fp8_scales",
     "fp8_weights",
-    "fp8_adam_step",
     "cross_entropy_fwd",
     "cross_entropy_bwd",
     "cross_entropy_fwd_bwd",

@@ -5,70 +5,72 @@ dz = (dy weight) * slope / (1 - p);  dweight (+)= dy^T x;  dbias (+)= column sum
 gradient of the bias within z. For slope see `linear_activation_fwd`. For relu it is 1 where x > 0,
 else 0: dropped elements of x are 0 as well.
 
-Shapes: T = packed tokens (rows), K = inputs, N = outputs.
+In fp8 (see `linear`), dz is cast to E4M3, since the product before the activation reads it. It is
+in float32 until then; on GPUs other than Hopper's, and for a few tokens, dy weight is rounded to
+bfloat16 before. The slope of relu follows from x in E4M3, where a positive number of at most 2^-10
+scales is 0 too.
+
+Shapes: T = packed tokens (rows), P = padded rows, K = inputs, N = outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .arguments import Cast, Operand, Quantised
+from .casting import CASTABLE, check_cast, quantise, quantised_like
 from .checks import FLOATS, check_rows, check_tensor
-from .linear import LinearBwd
-from .linear_activation import read_slope, slope_dtype
+from .linear import (
+    LinearBwd,
+    check_backward,
+    check_dweight,
+    empty_product,
+    matrix,
+    product,
+    result_dtype,
+)
+from .linear_activation import check_kind, read_slope, slope_dtype
 from .numerics import column_sum, store_gradient
 from .registry import Written, define
 
 
 class ActivationLinearBwd(NamedTuple):
-    """dz [T, K].
+    """dz [T, K], and transpose, EMPTY (numel 0).
 
-    dy: [T, N]. x: [T, K]. weight: [N, K]. All of one dtype. slope: [T, K] as
+    With a cast, dz is its values in E4M3, and transpose [K, P] is theirs. dy, x and weight are then
+    `Quantised`.
+
+    dy: [T, N]. x: [T, K]. weight: [N, K]. As in `linear_bwd`. slope: [T, K] as
     `linear_activation_fwd` returns it, contiguous if it has bytes; or None for relu: then it
     follows from x, and is 1 where x is NaN. p: dropout probability.
     dweight: [N, K] or None, dbias: [K] or None; overwritten or, with accumulate, added to.
     bias: [K], the bias within z, or None. Where bias is NaN, dbias becomes NaN: the kernel of
-    forward may have turned that NaN into 0 in x (see `linear.linear_fwd`).
-    Raises ValueError on a wrong shape, dtype, device or layout, and on p outside [0, 1).
+    forward may have turned that NaN into 0 in x (see `linear.linear_fwd`). With a cast it is not
+    read.
+    Raises ValueError on a wrong shape, dtype, device or layout, on p outside [0, 1), and on a CPU
+    on a wrong scale.
     """
 
-    dy: Tensor
-    x: Tensor
-    weight: Tensor
+    dy: Operand
+    x: Operand
+    weight: Operand
     slope: Tensor | None
     p: float
     dweight: Written | None
     dbias: Written | None
     accumulate: bool
     bias: Tensor | None = None
+    cast: Cast | None = None
 
     def check(self, op: str) -> None:
-        dy, x, weight, slope, p, dweight, dbias, _, bias = self
-        check_tensor(op, "x", x, ("T", "K"), FLOATS)
-        check_tensor(op, "weight", weight, ("N", x.shape[1]), (x.dtype,), x)
-        check_tensor(op, "dy", dy, (x.shape[0], weight.shape[0]), (x.dtype,), x)
-        for name, operand in (("x", x), ("weight", weight), ("dy", dy)):
-            check_rows(op, name, operand)
-        self.check_slope(op, slope, x.shape, x.dtype, p, x)
-        if dweight is not None:
-            check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
-            check_rows(op, "dweight", dweight)
-        if dbias is not None:
-            check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
-        if bias is not None:
-            check_tensor(op, "bias", bias, x.shape[1:], FLOATS, x)
-
-    @staticmethod
-    def check_slope(
-        op: str, slope: Tensor | None, shape: Sequence[int], dtype: torch.dtype, p: float,
-        like: Tensor,
-    ) -> None:  # fmt: skip
-        """Raise ValueError on a wrong slope, if x has this shape and dtype, or on a wrong p."""
+        dy, x, weight, slope, p, dweight, dbias, _, bias, cast = self
+        rows, inputs, outputs = check_backward(op, dy, x, weight)
+        like = matrix(dy)
         if slope is not None:
-            check_tensor(op, "slope", slope, shape, (slope_dtype(dtype),), like)
+            check_tensor(op, "slope", slope, (rows, inputs), (slope_dtype(result_dtype(x)),), like)
             check_rows(op, "slope", slope)
             if slope.dtype == torch.uint8 and not slope.is_contiguous():
                 raise ValueError(
@@ -76,29 +78,40 @@ class ActivationLinearBwd(NamedTuple):
                 )
         if not 0 <= p < 1:
             raise ValueError(f"{op}: p must be in [0, 1), got {p}")
-
-    def shape(self) -> Tensor:
-        return self.x.new_empty(self.x.shape)
-
-    def reference(self) -> Tensor:
-        dy, x, weight, slope, p, dweight, dbias, accumulate, bias = self
-        dz = LinearBwd(dy, x, weight, dweight, None, None, accumulate, need_dx=True).reference()
-        self.multiply_by_slope(dz, x, slope, p)
+        check_dweight(op, dweight, (outputs, inputs), like)
         if dbias is not None:
-            store_gradient(dbias, column_sum(dz), accumulate)
-            if bias is not None:
-                dbias.masked_fill_(bias.isnan(), torch.nan)
-        return dz
+            dtypes = FLOATS if cast is None else CASTABLE
+            check_tensor(op, "dbias", dbias, (inputs,), dtypes, like)
+        if bias is not None:
+            check_tensor(op, "bias", bias, (inputs,), FLOATS, like)
+        check_kind(op, x, cast)
+        check_cast(op, cast, matrix(weight.t()).t())
 
-    @staticmethod
-    def multiply_by_slope(dz: Tensor, x: Tensor, slope: Tensor | None, p: float) -> None:
-        """Multiply dz [T, K] in place by slope / (1 - p); without slope, it follows from x."""
+    def shape(self) -> tuple[Tensor, Tensor]:
+        dz = empty_product(self.dy, self.weight.t())
+        values, transpose = quantised_like(dz, self.cast)
+        return dz if self.cast is None else values, transpose
+
+    def reference(self) -> tuple[Annotated[Tensor, "dz"], Annotated[Tensor, "transpose"]]:
+        dy, x, weight, slope, p, dweight, dbias, accumulate, bias, cast = self
+        LinearBwd(dy, x, weight, dweight, None, None, accumulate, need_dx=False).reference()
+        dz = product(dy, weight.t())
+        if isinstance(x, Tensor):
+            dz = dz.to(x.dtype)
         if slope is not None:
             dz.mul_(read_slope(slope) / (1 - p))
-            return
-        torch.ops.aten.threshold_backward(dz, x, 0, grad_input=dz)
-        if p > 0:
-            dz.mul_(1 / (1 - p))
+        else:
+            if isinstance(x, Quantised):  # their scale does not matter here
+                x = matrix(x.t())[:, : len(dz)].t().float().contiguous()
+            torch.ops.aten.threshold_backward(dz, x, 0, grad_input=dz)
+            if p > 0:
+                dz.mul_(1 / (1 - p))
+        if dbias is not None:
+            store_gradient(dbias, column_sum(dz), accumulate)
+            if bias is not None and cast is None:
+                dbias.masked_fill_(bias.isnan(), torch.nan)
+        values, transpose = quantise(dz, cast)
+        return dz if cast is None else values, transpose
 
 
 activation_linear_bwd = define("activation_linear_bwd", ActivationLinearBwd)

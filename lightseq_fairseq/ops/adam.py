@@ -23,7 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import WeightCast
 from .checks import FLOATS, check_tensor
+from .fp8_weights import QUAD, Fp8Weights
 from .numerics import work_dtype
 from .registry import Written, define
 
@@ -71,8 +73,11 @@ class AdamStep(NamedTuple):
     (of grad as given, from `adam_norm`): 0-dim float.
     max_norm: clips norm * multiplier; 0 disables clipping. clip_eps: fairseq uses 1e-6 for float32
     and bfloat16, and 0 for float16. beta1, beta2: in [0, 1).
-    If norm * multiplier is not finite, nothing is written.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on betas outside [0, 1).
+    cast: then also does `fp8_weights` of the new param_low, without reading it again. It needs an
+    int16 param and a bfloat16 grad, and its tiles cover all N parameters.
+    If norm * multiplier is not finite, nothing is updated; the cast is that of the old weights.
+    Raises ValueError on a wrong shape, dtype, device or layout, on betas outside [0, 1), and on a
+    CPU on tiles that leave out a parameter.
     """
 
     param: Written
@@ -90,6 +95,7 @@ class AdamStep(NamedTuple):
     beta2: float
     eps: float
     weight_decay: float
+    cast: WeightCast | None = None
 
     def check(self, op: str) -> None:
         param, exp_avg, exp_avg_sq, grad, param_low, step, lr, multiplier, norm = self[:9]
@@ -110,10 +116,27 @@ class AdamStep(NamedTuple):
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"{op}: {name} must be at least 0 and below 1, got {beta}")
+        if self.cast is not None:
+            self._check_cast(op, self.cast)
+
+    def _check_cast(self, op: str, cast: WeightCast) -> None:
+        param, grad, param_low = self.param, self.grad, self.param_low
+        _check_flat(op, "param", param, ("N",), (torch.int16,))
+        _check_flat(op, "grad", grad, param.shape, (torch.bfloat16,))
+        assert param_low is not None  # as param is int16
+        Fp8Weights(param_low, cast).check(op)
+        tiles, quads = cast.tiles, len(param) // QUAD
+        if tiles.device.type == "cpu" and (covered := (tiles[:, 2] * tiles[:, 3]).sum()) != quads:
+            raise ValueError(f"{op}: the tiles cover {QUAD * covered} of {QUAD * quads} parameters")
 
     def reference(self) -> None:
+        self._update()
+        if self.cast is not None and self.param_low is not None:
+            Fp8Weights(self.param_low, self.cast).reference()
+
+    def _update(self) -> None:
         param, exp_avg, exp_avg_sq, grad, param_low, step, lr, multiplier, norm = self[:9]
-        max_norm, clip_eps, beta1, beta2, eps, weight_decay = self[9:]
+        max_norm, clip_eps, beta1, beta2, eps, weight_decay = self[9:15]
         total = float(norm.double() * multiplier)
         if not math.isfinite(total):
             return

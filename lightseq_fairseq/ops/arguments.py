@@ -1,6 +1,7 @@
 """Arguments that belong together; `registry` flattens them into the schema of an op.
 
-Shapes: T = rows, C = columns, P = padded rows.
+Shapes: T = rows, C = columns, P = padded rows, M = matrices, S = elements of all matrices,
+B = tiles.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Dropout(NamedTuple):
 class Cast(NamedTuple):
     """The cast of a result to E4M3 in the pass that computes it, by the rule of `casting`.
 
+    The result is a matrix whose rows have a multiple of 16 numbers.
     scale: float32 0-dim, a power of two from 2^-60 to 2^60.
     amax: float32 0-dim, raised to the largest finite |x|.
     saturated: int64 0-dim, to which the number of finite |x / scale| above 448 is added.
@@ -47,3 +49,30 @@ class Quantised(NamedTuple):
     values: Tensor | None
     transpose: Tensor | None
     scale: Tensor
+
+    def t(self) -> Quantised:
+        """x^T, as ``Tensor.t``."""
+        return Quantised(self.transpose, self.values, self.scale)
+
+
+#: An operand of a product.
+Operand = Tensor | Quantised
+
+
+class WeightCast(NamedTuple):
+    """The cast of all matrices in a flat buffer of weights, each with a scale of its own.
+
+    Each matrix is cast by the rule of `casting`. Its values [rows, columns] are written to
+    ``values``, their transpose to ``transposes``.
+
+    tiles: int32 [B, 8], see `fp8_weights.fp8_tiles`; on a GPU they are not checked.
+    scale, amax, saturated: float32, float32 and int64 [M], see `Cast`. scale may have any stride.
+    values, transposes: E4M3 [S].
+    """
+
+    tiles: Tensor
+    scale: Tensor
+    amax: Written
+    saturated: Written
+    values: Written
+    transposes: Written

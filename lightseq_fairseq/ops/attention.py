@@ -8,6 +8,11 @@ P = exp(S - lse), dV = (P*m)^T dO, dP = (dO V^T)*m, dS = P * (dP - rowsum(P * dP
 S = scale * Q K^T and m = mask/(1-p). rowsum(P * dP) equals rowsum(dO * O); kernels use the latter,
 since they never hold a whole row of P.
 
+A cast of the result follows the rounding to bfloat16: the result is saved for backward in any case.
+Gradients are rounded so, too, but only their values in E4M3 are stored. Transposes are made by the
+products' backward (`fp8_transpose`) in less time: sentences begin at any row, so attention's stores
+of a transpose would fill sectors only in part.
+
 Shapes: T = packed tokens (rows), Tq and Tk those of queries and keys, B = sentences, L = longest
 sentence, H = heads, D = head width.
 Dropout: the row id is query row * H + head, the column is the key's position in its sentence.
@@ -18,31 +23,38 @@ The reference pads to [B, H, L, D] (padding.py), so that each product is one bat
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, check_boundaries, check_dropout, check_rows, check_tensor
+from .arguments import Cast, Dropout
+from .casting import ALIGNMENT, E4M3, check_cast, dtypes_for, quantise, quantised_like
+from .checks import check_boundaries, check_dropout, check_rows, check_tensor
 from .numerics import work_dtype
 from .padding import pad, padded_tokens, slots_of, slotted
 from .philox import attention_dropout_factors
 from .registry import Written, define
 
-Attended = tuple[Annotated[Tensor, "out"], Annotated[Tensor, "lse"]]
+Attended = tuple[Annotated[Tensor, "out"], Annotated[Tensor, "lse"], Annotated[Tensor, "values"]]
 
 
 class AttentionFwd(NamedTuple):
-    """(out [Tq, H, D] contiguous, lse [Tq, H] float32, or float64 if q is float32 or float64).
+    """(out [Tq, H, D] contiguous, lse [Tq, H], values [Tq, H * D]: out in E4M3).
+
+    lse is float32, or float64 if q is float32 or float64.
 
     q: [Tq, H, D]; k, v: [Tk, H, D]; rows may be strided (views of a wider GEMM's output).
     cu_q, cu_k: int32 [B + 1], first row of each sentence, then the end of the last. A sentence may
     be empty on either side. out is 0 for a query without keys and for rows past the last sentence.
     max_q, max_k: length of the longest sentence, or an upper bound of it.
     scale: factor of the scores, positive and finite (fairseq: D^-0.5).
-    p, rng, site: dropout of the probabilities, see `philox.attention_keep_mask`.
-    Raises ValueError on a wrong shape, dtype, device or layout, on invalid boundaries and on
-    sentences longer than max_*. `checks.check_boundaries` says when a GPU's boundaries are checked.
+    dropout: of the probabilities, see `philox.attention_keep_mask`.
+    cast: of out; q, k and v are then bfloat16. Without it, values are EMPTY (numel 0).
+    Raises ValueError on a wrong shape, dtype, device or layout, on invalid boundaries, on sentences
+    longer than max_*, and on a CPU on a wrong scale of the cast. `checks.check_boundaries` says
+    when a GPU's boundaries are checked.
     """
 
     q: Tensor
@@ -54,13 +66,12 @@ class AttentionFwd(NamedTuple):
     max_k: int
     causal: bool
     scale: float
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
+    cast: Cast | None = None
 
     def check(self, op: str) -> None:
         q, k, v, cu_q, cu_k, max_q, max_k = self[:7]
-        check_tensor(op, "q", q, ("Tq", "H", "D"), FLOATS)
+        check_tensor(op, "q", q, ("Tq", "H", "D"), dtypes_for(self.cast))
         check_tensor(op, "k", k, ("Tk", *q.shape[1:]), (q.dtype,), q)
         check_tensor(op, "v", v, k.shape, (q.dtype,), q)
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -76,15 +87,21 @@ class AttentionFwd(NamedTuple):
             raise ValueError(f"{op}: max_q and max_k must be >= 0, got {max_q} and {max_k}")
         if not 0.0 < self.scale < math.inf:
             raise ValueError(f"{op}: scale must be positive and finite, got {self.scale}")
-        check_dropout(op, self.p, self.rng, q)
+        check_dropout(op, self.dropout, q)
         check_boundaries(op, "cu_q", cu_q, len(q), ("max_q", max_q))
         check_boundaries(op, "cu_k", cu_k, len(k), ("max_k", max_k))
+        check_cast(op, self.cast, q.flatten(1))
 
     def shape(self) -> Attended:
         q = self.q
-        return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_lse_dtype(q))
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_lse_dtype(q))
+        return out, lse, quantised_like(out.flatten(1), self.cast)[0]
 
     def reference(self) -> Attended:
+        out, lse = self._attend()
+        return out, lse, quantise(out.flatten(1), self.cast)[0]
+
+    def _attend(self) -> tuple[Tensor, Tensor]:
         q, k, v, cu_q, cu_k, max_q, max_k = self[:7]
         (rows, heads, width), dtype = q.shape, _lse_dtype(q)
         if min(q.numel(), k.numel(), max_q, max_k) == 0:
@@ -102,7 +119,7 @@ class AttentionFwd(NamedTuple):
         total = probabilities.sum(-1, keepdim=True)
         probabilities.div_(total)
         padded_lse = largest.to(dtype).add_(total.to(dtype).log_()).view(-1)
-        if self.p > 0:
+        if self.dropout.p > 0:
             _drop(self, probabilities, tokens_q, out=probabilities)
 
         slots = slots_of(cu_q, rows, heads, max_q, seeing=cu_k)
@@ -120,6 +137,9 @@ class AttentionBwd(NamedTuple):
     """Overwrite dq [Tq, H, D], dk and dv [Tk, H, D]; rows past the last sentence become 0.
 
     dout: [Tq, H, D]. out, lse: forward's results. dq, dk, dv may be strided like q, k, v.
+    q_cast, k_cast: of dq, and of both dk and dv, or neither; k_cast may be q_cast. With them all
+    inputs are bfloat16, and dq, dk, dv are E4M3: heads are adjacent, rows begin at multiples of 16
+    numbers, as in column slices of a matrix.
     Other arguments and errors as in forward.
     """
 
@@ -135,37 +155,56 @@ class AttentionBwd(NamedTuple):
     max_k: int
     causal: bool
     scale: float
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
     dq: Written
     dk: Written
     dv: Written
+    q_cast: Cast | None = None
+    k_cast: Cast | None = None
 
     @property
     def forward(self) -> AttentionFwd:
-        return AttentionFwd(self.q, self.k, self.v, *self[6:15])
+        return AttentionFwd(self.q, self.k, self.v, *self[6:13])
 
     def check(self, op: str) -> None:
-        self.forward.check(op)
-        q, k = self.q, self.k
-        for name, x, like in (
-            ("dout", self.dout, q),
-            ("out", self.out, q),
-            ("dq", self.dq, q),
-            ("dk", self.dk, k),
-            ("dv", self.dv, k),
-        ):
-            check_tensor(op, name, x, like.shape, (q.dtype,), q)
+        q, k, q_cast, k_cast = self.q, self.k, self.q_cast, self.k_cast
+        if (q_cast is None) != (k_cast is None):
+            raise ValueError(f"{op}: give both q_cast and k_cast, or neither")
+        self.forward._replace(cast=q_cast).check(op)
+        for name, x in (("dout", self.dout), ("out", self.out)):
+            check_tensor(op, name, x, q.shape, (q.dtype,), q)
             check_rows(op, name, x)
         check_tensor(op, "lse", self.lse, q.shape[:2], (_lse_dtype(q),), q)
+        check_cast(op, k_cast, k.flatten(1))
+        for name, x, like in (("dq", self.dq, q), ("dk", self.dk, k), ("dv", self.dv, k)):
+            check_tensor(op, name, x, like.shape, (q.dtype if q_cast is None else E4M3,), q)
+            check_rows(op, name, x)
+            if q_cast is None or len(x) == 0:
+                continue
+            if x.stride()[1:] != (x.shape[2], 1) or x.stride(0) % ALIGNMENT:
+                raise ValueError(
+                    f"{op}: {name} must have adjacent heads, and rows at multiples of {ALIGNMENT} "
+                    f"numbers, but its strides are {x.stride()}"
+                )
 
     def reference(self) -> None:
+        given = self.dq, self.dk, self.dv
+        if self.q_cast is None:
+            return self._differentiate(given)
+        exact = [x.new_empty(x.shape) for x in (self.q, self.k, self.v)]
+        self._differentiate(exact)
+        for target, x, cast in zip(given, exact, (self.q_cast, self.k_cast, self.k_cast)):
+            values, _ = quantise(x.flatten(1), cast)
+            target.view(torch.uint8).copy_(values.view(torch.uint8).view(x.shape))
+
+    def _differentiate(self, gradients: Sequence[Tensor]) -> None:
+        """Write the gradients of q, k and v."""
+        dq, dk, dv = gradients
         forward = self.forward
         q, k, v, cu_q, cu_k, max_q, max_k = forward[:7]
         (rows, heads, width), scale = q.shape, self.scale
         if min(q.numel(), k.numel(), max_q, max_k) == 0:
-            for gradient in (self.dq, self.dk, self.dv):
+            for gradient in gradients:
                 gradient.zero_()
             return
         tokens_q, tokens_k = padded_tokens(cu_q, max_q), padded_tokens(cu_k, max_k)
@@ -188,7 +227,7 @@ class AttentionBwd(NamedTuple):
             scores.sub_(low.float())
         probabilities.exp_()
         kept = probabilities
-        if self.p > 0:
+        if self.dropout.p > 0:
             kept = torch.empty_like(probabilities)
             _drop(forward, probabilities, tokens_q, out=kept)
 
@@ -201,9 +240,9 @@ class AttentionBwd(NamedTuple):
         slots_k = slots_of(cu_k, len(k), heads, max_k, seeing=cu_q)
         packed = queries.new_empty((max(rows, len(k)) * heads, width))
         for gradient, left, right, slots, memory in (
-            (self.dv, kept.transpose(1, 2), douts, slots_k, padded_v),
-            (self.dk, dscores.transpose(1, 2), queries, slots_k, padded_v),
-            (self.dq, dscores, keys, slots_q, padded_dout),
+            (dv, kept.transpose(1, 2), douts, slots_k, padded_v),
+            (dk, dscores.transpose(1, 2), queries, slots_k, padded_v),
+            (dq, dscores, keys, slots_q, padded_dout),
         ):
             product = _product(left, right, into=memory)
             result = torch.index_select(product, 0, slots, out=packed[: len(slots)])
@@ -238,9 +277,8 @@ def _hidden(a: AttentionFwd) -> Tensor:
 def _drop(a: AttentionFwd, probabilities: Tensor, tokens_q: Tensor, out: Tensor) -> None:
     """out = dropout(probabilities), both [B * H, Lq, Lk]."""
     heads, keys = a.q.shape[1], probabilities.shape[2]
-    head = torch.arange(heads, device=a.rng.device)[:, None]
+    head = torch.arange(heads, device=tokens_q.device)[:, None]
     row_ids = (tokens_q[:, None].long() * heads + head).view(-1)
     matrix, result = probabilities.view(-1, keys), out.view(-1, keys)
-    arguments = a.rng, a.site, keys, a.p, probabilities.dtype, row_ids
-    for part, factor in attention_dropout_factors(*arguments):
+    for part, factor in attention_dropout_factors(a.dropout, keys, probabilities.dtype, row_ids):
         torch.mul(matrix[part], factor, out=result[part])

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .arguments import Dropout
 from .checks import FLOATS, check_dropout, check_rows, check_tensor
 from .numerics import column_sum, store_gradient, work_dtype
-from .philox import dropout_factors
+from .philox import drop, dropped
 from .registry import Written, define
 
 #: fairseq's names: gelu is the erf form, gelu_accurate is the tanh approximation.
@@ -46,26 +47,23 @@ class BiasActivationDropoutFwd(NamedTuple):
     """y [T, F] = dropout(activation(x + bias)), in x's dtype.
 
     x: [T, F]. bias: [F] of x's dtype, or None. activation: one of ACTIVATIONS.
-    p, rng, site: dropout, see `philox.keep_mask`.
     Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout.
     """
 
     x: Tensor
     bias: Tensor | None
     activation: str
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
 
     def check(self, op: str) -> None:
-        x, bias, activation, p, rng, _ = self
+        x, bias, activation, dropout = self
         check_tensor(op, "x", x, ("T", "F"), FLOATS)
         check_rows(op, "x", x)
         if bias is not None:
             check_tensor(op, "bias", bias, x.shape[1:], (x.dtype,), x)
         if activation not in ACTIVATIONS:
             raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
-        check_dropout(op, p, rng, x)
+        check_dropout(op, dropout, x)
 
     def shape(self) -> Tensor:
         return self.x.new_empty(self.x.shape)
@@ -75,17 +73,14 @@ class BiasActivationDropoutFwd(NamedTuple):
 
     def compute(self) -> Tensor:
         """y in the working precision."""
-        x, bias, activation, p, rng, site = self
+        x, bias, activation, dropout = self
         dtype = work_dtype(x)
         y = x.to(dtype, copy=True) if bias is None else torch.add(x.to(dtype), bias)
         if activation == "relu":
             y.relu_()
         elif activation != "identity":
             y, _ = gelu(y, activation, need_slope=False)
-        if p > 0:
-            for part, factor in dropout_factors(rng, site, x.shape, p, dtype):
-                y[part].mul_(factor)
-        return y
+        return drop(y, dropout)
 
 
 bias_activation_dropout_fwd = define("bias_activation_dropout_fwd", BiasActivationDropoutFwd)
@@ -101,15 +96,13 @@ class BiasActivationDropoutBwd(NamedTuple):
     x: Tensor
     bias: Tensor | None
     activation: str
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
     dbias: Written | None
     accumulate: bool
 
     def check(self, op: str) -> None:
         dy, x, dbias = self.dy, self.x, self.dbias
-        BiasActivationDropoutFwd(*self[1:7]).check(op)
+        BiasActivationDropoutFwd(*self[1:5]).check(op)
         check_tensor(op, "dy", dy, x.shape, (x.dtype,), x)
         check_rows(op, "dy", dy)
         if dbias is not None:
@@ -123,14 +116,9 @@ class BiasActivationDropoutBwd(NamedTuple):
 
     def compute(self) -> Tensor:
         """dx in the working precision; writes dbias."""
-        dy, x, bias, activation, p, rng, site, dbias, accumulate = self
+        dy, x, bias, activation, dropout, dbias, accumulate = self
         dtype = work_dtype(x)
-        dx = torch.empty_like(dy, dtype=dtype)
-        if p > 0:
-            for part, factor in dropout_factors(rng, site, dy.shape, p, dtype):
-                torch.mul(dy[part], factor, out=dx[part])
-        else:
-            dx.copy_(dy)
+        dx = dropped(dy, dropout)
         if activation != "identity":
             before = x.to(dtype) if bias is None else torch.add(x.to(dtype), bias)
             if activation == "relu":

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .arguments import Dropout
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 _TRUSTED = "_lightseq_boundaries"  # attribute of tensors: (_version, rows, longest)
@@ -70,8 +72,9 @@ def check_rows(op: str, name: str, x: Tensor) -> None:
         )
 
 
-def check_dropout(op: str, p: float, rng: Tensor, like: Tensor) -> None:
+def check_dropout(op: str, dropout: Dropout, like: Tensor) -> None:
     """Raise ValueError unless p is in [0, 1) and rng is int64 [2] = (seed, micro-batch number)."""
+    p, rng, _ = dropout
     if not 0.0 <= p < 1.0:
         raise ValueError(f"{op}: p must be at least 0 and below 1, got {p}")
     check_tensor(op, "rng", rng, (2,), (torch.int64,), like)

@@ -6,7 +6,10 @@ y   = (sum - mean) * rstd * gamma + beta        (Ba et al. 2016; fairseq: eps 1e
 Forward saves sum, mean and rstd; backward generates the dropout bits again:
 dresidual = LayerNorm'(dy) + dsum,  dx = dresidual * mask / (1 - p),  dbias = column sum of dx.
 
-Shapes: T = packed tokens (rows), C = model width.
+A cast of y or dx, for the product that reads it, is one of float32 numbers, without a rounding to
+bfloat16 between.
+
+Shapes: T = packed tokens (rows), C = model width, P = padded rows.
 Dropout: the row id is the token's row, the column is the channel.
 """
 
@@ -17,9 +20,11 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import Cast, Dropout
+from .casting import check_cast, dtypes_for, quantise, quantised_like
 from .checks import FLOATS, check_dropout, check_rows, check_tensor
 from .numerics import column_sum, store_gradient, work_dtype
-from .philox import dropout_factors
+from .philox import drop, dropped
 from .registry import Written, define
 
 Outputs = tuple[
@@ -27,18 +32,24 @@ Outputs = tuple[
     Annotated[Tensor, "y"],
     Annotated[Tensor, "mean"],
     Annotated[Tensor, "rstd"],
+    Annotated[Tensor, "values"],
+    Annotated[Tensor, "transpose"],
 ]
-Gradients = tuple[Annotated[Tensor, "dx"], Annotated[Tensor, "dresidual"]]
+Gradients = tuple[
+    Annotated[Tensor, "dx"], Annotated[Tensor, "dresidual"], Annotated[Tensor, "transpose"]
+]
 
 
 class DropoutResidualLayerNormFwd(NamedTuple):
-    """(sum [T, C], y [T, C], mean [T], rstd [T]).
+    """(sum [T, C], y [T, C], mean [T], rstd [T], values [T, C], transpose [C, P]).
 
     x, residual: [T, C]. bias, gamma, beta: [C]. All of one dtype; bias, residual may be None.
     sum is EMPTY (numel 0) if it equals x (no bias, no residual, p == 0): use x instead.
     gamma and beta None: no LayerNorm; y, mean, rstd are EMPTY.
-    mean and rstd are float32 (float64 for float64). p, rng, site: dropout, see `philox.keep_mask`.
-    Raises ValueError on a wrong shape, dtype, device or layout.
+    mean and rstd are float32 (float64 for float64).
+    cast: of y; x is then bfloat16, and gamma and beta are given. values and transpose are y in
+    E4M3; EMPTY without a cast. keep_y: False only with a cast; then y is EMPTY.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
     x: Tensor
@@ -46,14 +57,14 @@ class DropoutResidualLayerNormFwd(NamedTuple):
     residual: Tensor | None
     gamma: Tensor | None
     beta: Tensor | None
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
     eps: float
+    keep_y: bool = True
+    cast: Cast | None = None
 
     def check(self, op: str) -> None:
         x, bias, residual, gamma, beta = self[:5]
-        check_tensor(op, "x", x, ("T", "C"), FLOATS)
+        check_tensor(op, "x", x, ("T", "C"), dtypes_for(self.cast))
         check_rows(op, "x", x)
         if residual is not None:
             check_tensor(op, "residual", residual, x.shape, (x.dtype,), x)
@@ -63,46 +74,45 @@ class DropoutResidualLayerNormFwd(NamedTuple):
                 check_tensor(op, name, vector, x.shape[1:], (x.dtype,), x)
         if (gamma is None) != (beta is None):
             raise ValueError(f"{op}: give both gamma and beta, or neither")
-        check_dropout(op, self.p, self.rng, x)
+        if gamma is None and self.cast is not None:
+            raise ValueError(f"{op}: a cast needs gamma and beta")
+        if self.cast is None and not self.keep_y:
+            raise ValueError(f"{op}: without a cast, keep_y must be True")
+        check_dropout(op, self.dropout, x)
+        check_cast(op, self.cast, x)
 
     @property
     def _is_x(self) -> bool:
         """Whether sum equals x, so that it is not stored."""
-        return self.bias is None and self.residual is None and self.p == 0
+        return self.bias is None and self.residual is None and self.dropout.p == 0
 
     def shape(self) -> Outputs:
         x, rows, dtype = self.x, self.x.shape[0], work_dtype(self.x)
         total = x.new_empty(0) if self._is_x else x.new_empty(x.shape)
+        operand = quantised_like(x, self.cast)
         if self.gamma is None:
             nothing = x.new_empty(0, dtype=dtype)
-            return total, x.new_empty(0), nothing, nothing.clone()
-        statistics = [x.new_empty(rows, dtype=dtype) for _ in range(2)]
-        return total, x.new_empty(x.shape), statistics[0], statistics[1]
+            return total, x.new_empty(0), nothing, nothing.clone(), *operand
+        mean, rstd = (x.new_empty(rows, dtype=dtype) for _ in range(2))
+        return total, x.new_empty(x.shape if self.keep_y else 0), mean, rstd, *operand
 
     def reference(self) -> Outputs:
-        total, y, mean, rstd = self.compute()
-        return total, y.to(self.x.dtype), mean, rstd
-
-    def compute(self) -> Outputs:
-        """The results, with y in the working precision."""
-        x, bias, residual, gamma, beta, p, rng, site, eps = self
+        x, bias, residual, gamma, beta, dropout, eps, keep_y, cast = self
         dtype = work_dtype(x)
-        empty = x.new_empty(0)
         is_x = self._is_x
         total = x.to(dtype, copy=not is_x) if bias is None else torch.add(x.to(dtype), bias)
-        if p > 0:
-            for part, factor in dropout_factors(rng, site, x.shape, p, dtype):
-                total[part].mul_(factor)
+        drop(total, dropout)
         if residual is not None:
             total.add_(residual)
-        stored = empty if is_x else total.to(x.dtype)
+        stored = x.new_empty(0) if is_x else total.to(x.dtype)
         if gamma is None or beta is None:
             nothing = x.new_empty(0, dtype=dtype)
-            return stored, empty, nothing, nothing.clone()
+            return stored, x.new_empty(0), nothing, nothing.clone(), *quantise(total, None)
         y, mean, rstd = torch.native_layer_norm(
             total, gamma.shape, gamma.to(dtype), beta.to(dtype), eps
         )
-        return stored, y, mean.view(-1), rstd.view(-1)
+        kept = y.to(x.dtype) if keep_y else x.new_empty(0)
+        return stored, kept, mean.view(-1), rstd.view(-1), *quantise(y, cast)
 
 
 dropout_residual_layer_norm_fwd = define(
@@ -111,12 +121,16 @@ dropout_residual_layer_norm_fwd = define(
 
 
 class DropoutResidualLayerNormBwd(NamedTuple):
-    """(dx [T, C], dresidual [T, C]); with p == 0 dx is EMPTY, since it equals dresidual.
+    """(dx [T, C], dresidual [T, C], transpose [C, P]).
+
+    With p == 0 dx is EMPTY (numel 0), since it equals dresidual. transpose is EMPTY without a cast.
 
     dy, dsum: [T, C], gradients of forward's y and sum; one of them may be None.
     sum: [T, C], forward's result (x if that is EMPTY); read only with dy. mean, rstd: forward's.
     dgamma, dbeta, dbias: [C] or None; overwritten or, with accumulate, added to.
-    Raises ValueError on a wrong shape, dtype, device or layout.
+    cast: of dx, also with p == 0; gradients are then bfloat16. dx is its values in E4M3, and
+    transpose is theirs; dbias is summed before the cast.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
     dy: Tensor | None
@@ -125,20 +139,20 @@ class DropoutResidualLayerNormBwd(NamedTuple):
     gamma: Tensor | None
     mean: Tensor
     rstd: Tensor
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
     dgamma: Written | None
     dbeta: Written | None
     dbias: Written | None
     accumulate: bool
+    cast: Cast | None = None
 
     def check(self, op: str) -> None:
         dy, dsum, sum, gamma, mean, rstd = self[:6]
         grad = dsum if dy is None else dy
         if grad is None:
             raise ValueError(f"{op}: one of dy and dsum must be given")
-        check_tensor(op, "dy" if dsum is None else "dsum", grad, ("T", "C"), FLOATS)
+        name = "dsum" if dy is None else "dy"
+        check_tensor(op, name, grad, ("T", "C"), dtypes_for(self.cast))
         for name, rows in (("dy", dy), ("dsum", dsum)):
             if rows is not None:
                 check_tensor(op, name, rows, grad.shape, (grad.dtype,), grad)
@@ -155,7 +169,8 @@ class DropoutResidualLayerNormBwd(NamedTuple):
         for name, vector in vectors:
             if vector is not None:
                 check_tensor(op, name, vector, grad.shape[1:], FLOATS, grad)
-        check_dropout(op, self.p, self.rng, grad)
+        check_dropout(op, self.dropout, grad)
+        check_cast(op, self.cast, grad)
 
     @property
     def grad(self) -> Tensor:
@@ -166,17 +181,13 @@ class DropoutResidualLayerNormBwd(NamedTuple):
 
     def shape(self) -> Gradients:
         grad = self.grad
-        return grad.new_empty(grad.shape if self.p > 0 else 0), grad.new_empty(grad.shape)
+        values, transpose = quantised_like(grad, self.cast)
+        has_dx = self.dropout.p > 0
+        dx = grad.new_empty(grad.shape if has_dx else 0) if self.cast is None else values
+        return dx, grad.new_empty(grad.shape), transpose
 
     def reference(self) -> Gradients:
-        dx, dresidual = self.compute()
-        grad = self.grad
-        dx = dx.to(grad.dtype) if self.p > 0 else grad.new_empty(0)
-        return dx, dresidual.to(grad.dtype)
-
-    def compute(self) -> Gradients:
-        """dx, also with p == 0, and dresidual in the working precision; writes the sums."""
-        dy, dsum, total, gamma, mean, rstd, p, rng, site, dgamma, dbeta, dbias, accumulate = self
+        dy, dsum, total, gamma, mean, rstd, dropout, dgamma, dbeta, dbias, accumulate, cast = self
         if dy is not None and gamma is not None:
             dtype = work_dtype(dy)
             weight = gamma.to(dtype)
@@ -197,14 +208,15 @@ class DropoutResidualLayerNormBwd(NamedTuple):
         else:
             assert dsum is not None
             dresidual = dsum.to(work_dtype(dsum), copy=True)
-        dx = dresidual
-        if p > 0:
-            dx = torch.empty_like(dresidual)
-            for part, factor in dropout_factors(rng, site, dx.shape, p, dx.dtype):
-                torch.mul(dresidual[part], factor, out=dx[part])
+        has_dx = dropout.p > 0
+        dx = dropped(dresidual, dropout) if has_dx else dresidual
         if dbias is not None:
             store_gradient(dbias, column_sum(dx), accumulate)
-        return dx, dresidual
+        dtype = self.grad.dtype
+        values, transpose = quantise(dx, cast)
+        if cast is None:
+            values = dx.to(dtype) if has_dx else dx.new_empty(0, dtype=dtype)
+        return values, dresidual.to(dtype), transpose
 
 
 dropout_residual_layer_norm_bwd = define(

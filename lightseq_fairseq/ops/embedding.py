@@ -2,6 +2,10 @@
 
 y = dropout(norm(scale * weight[token] + position_weight[position]))
 
+In post-LayerNorm stacks the first product reads the embedding itself, in fp8 a cast of it. The cast
+follows the rounding to bfloat16: the residual reads y in any case, and backward makes the transpose
+from it (`fp8_transpose`).
+
 norm is LayerNorm (--layernorm-embedding) or nothing; each case has its own forward op. With
 LayerNorm, backward is embedding_layer_norm_bwd, then embedding_bwd of its result with p == 0.
 
@@ -17,21 +21,25 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import Cast, Dropout
+from .casting import check_cast, dtypes_for, quantise, quantised_like
 from .checks import FLOATS, INTEGERS, check_dropout, check_range, check_rows, check_tensor
 from .numerics import store_gradient, work_dtype
-from .philox import dropout_factors
+from .philox import drop, dropped
 from .registry import Written, define
+
+Embedded = tuple[Annotated[Tensor, "y"], Annotated[Tensor, "values"]]
 
 
 class EmbeddingFwd(NamedTuple):
-    """y [T, C] in weight's dtype.
+    """(y [T, C] in weight's dtype, values [T, C]: y in E4M3).
 
     tokens: int32 or int64 [T], in [0, V). weight: [V, C].
     positions: int32 or int64 [T], in [0, P). position_weight: [P, C]. Both None: no positions.
     scale: factor of the token embedding (fairseq: sqrt(C), or 1 with --no-scale-embedding).
-    p, rng, site: dropout, see `philox.keep_mask`.
+    cast: of y, whose dtype is then bfloat16. Without it, values are EMPTY (numel 0).
     Raises ValueError on a wrong shape, dtype, device or layout; on an index out of range (on a GPU
-    only with LIGHTSEQ_CHECK_INDICES=1).
+    only with LIGHTSEQ_CHECK_INDICES=1); on a CPU on a wrong scale of the cast.
     """
 
     tokens: Tensor
@@ -39,16 +47,15 @@ class EmbeddingFwd(NamedTuple):
     positions: Tensor | None
     position_weight: Tensor | None
     scale: float
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
+    cast: Cast | None = None
 
     def check(self, op: str) -> None:
         tokens, weight, positions, position_weight = self[:4]
         check_tensor(op, "tokens", tokens, ("T",), INTEGERS, weight)
-        check_tensor(op, "weight", weight, ("V", "C"), FLOATS)
+        check_tensor(op, "weight", weight, ("V", "C"), dtypes_for(self.cast))
         check_rows(op, "weight", weight)
-        check_dropout(op, self.p, self.rng, weight)
+        check_dropout(op, self.dropout, weight)
         check_range(op, "tokens", tokens, len(weight), "V")
         if (positions is None) != (position_weight is None):
             raise ValueError(f"{op}: give both positions and position_weight, or neither")
@@ -58,9 +65,11 @@ class EmbeddingFwd(NamedTuple):
             check_tensor(op, "position_weight", position_weight, shape, (weight.dtype,), weight)
             check_rows(op, "position_weight", position_weight)
             check_range(op, "positions", positions, len(position_weight), "P")
+        check_cast(op, self.cast, weight)
 
-    def shape(self) -> Tensor:
-        return self.weight.new_empty((self.tokens.shape[0], self.weight.shape[1]))
+    def shape(self) -> Embedded:
+        y = self.weight.new_empty((self.tokens.shape[0], self.weight.shape[1]))
+        return y, quantised_like(y, self.cast)[0]
 
     def look_up(self) -> Tensor:
         """y before the dropout, in the working precision."""
@@ -69,26 +78,30 @@ class EmbeddingFwd(NamedTuple):
             x.add_(self.position_weight.index_select(0, self.positions))
         return x
 
-    def reference(self) -> Tensor:
-        return self.drop(self.look_up())
+    def reference(self) -> Embedded:
+        return self.finish(self.look_up())
 
-    def drop(self, y: Tensor) -> Tensor:
-        """Apply the dropout to y in place, and round."""
-        if self.p > 0:
-            for part, factor in dropout_factors(self.rng, self.site, y.shape, self.p, y.dtype):
-                y[part].mul_(factor)
-        return y.to(self.weight.dtype)
+    def finish(self, y: Tensor) -> Embedded:
+        """Apply the dropout to y in place, round, and cast."""
+        rounded = drop(y, self.dropout).to(self.weight.dtype)
+        return rounded, quantise(rounded, self.cast)[0]
 
 
 embedding_fwd = define("embedding_fwd", EmbeddingFwd)
 
-Normed = tuple[Annotated[Tensor, "y"], Annotated[Tensor, "mean"], Annotated[Tensor, "rstd"]]
+Normed = tuple[
+    Annotated[Tensor, "y"],
+    Annotated[Tensor, "mean"],
+    Annotated[Tensor, "rstd"],
+    Annotated[Tensor, "values"],
+]
 
 
 class EmbeddingLayerNormFwd(NamedTuple):
-    """(y [T, C] in weight's dtype, mean [T], rstd [T]), with LayerNorm before the dropout.
+    """(y [T, C] in weight's dtype, mean [T], rstd [T], values [T, C]: y in E4M3), with LayerNorm
+    before the dropout.
 
-    gamma, beta: [C], in weight's dtype. Other arguments as in embedding_fwd.
+    gamma, beta: [C], in weight's dtype. Other arguments and values as in embedding_fwd.
     mean and rstd are float32 (float64 for float64).
     Raises ValueError as embedding_fwd does.
     """
@@ -100,14 +113,13 @@ class EmbeddingLayerNormFwd(NamedTuple):
     gamma: Tensor
     beta: Tensor
     scale: float
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
     eps: float
+    cast: Cast | None = None
 
     @property
     def _without_norm(self) -> EmbeddingFwd:
-        return EmbeddingFwd(*self[:4], self.scale, self.p, self.rng, self.site)
+        return EmbeddingFwd(*self[:4], self.scale, self.dropout, self.cast)
 
     def check(self, op: str) -> None:
         weight = self.weight
@@ -116,16 +128,17 @@ class EmbeddingLayerNormFwd(NamedTuple):
             check_tensor(op, name, vector, weight.shape[1:], (weight.dtype,), weight)
 
     def shape(self) -> Normed:
-        y = self._without_norm.shape()
+        y, values = self._without_norm.shape()
         mean, rstd = (y.new_empty(len(y), dtype=work_dtype(y)) for _ in range(2))
-        return y, mean, rstd
+        return y, mean, rstd, values
 
     def reference(self) -> Normed:
         x = self._without_norm.look_up()
-        y, mean, rstd = torch.native_layer_norm(
+        normed, mean, rstd = torch.native_layer_norm(
             x, x.shape[1:], self.gamma.to(x.dtype), self.beta.to(x.dtype), self.eps
         )
-        return self._without_norm.drop(y), mean.view(-1), rstd.view(-1)
+        y, values = self._without_norm.finish(normed)
+        return y, mean.view(-1), rstd.view(-1), values
 
 
 embedding_layer_norm_fwd = define("embedding_layer_norm_fwd", EmbeddingLayerNormFwd)
@@ -145,9 +158,7 @@ class EmbeddingLayerNormBwd(NamedTuple):
     gamma: Tensor
     mean: Tensor
     rstd: Tensor
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
     dgamma: Written | None
     dbeta: Written | None
     accumulate: bool
@@ -164,14 +175,14 @@ class EmbeddingLayerNormBwd(NamedTuple):
         for name, vector in (("dgamma", self.dgamma), ("dbeta", self.dbeta)):
             if vector is not None:
                 check_tensor(op, name, vector, dy.shape[1:], FLOATS, dy)
-        check_dropout(op, self.p, self.rng, dy)
+        check_dropout(op, self.dropout, dy)
 
     def shape(self) -> Tensor:
         return self.dy.new_empty(self.dy.shape)
 
     def reference(self) -> Tensor:
         dtype = work_dtype(self.dy)
-        grad = _dropped(self.dy, self.p, self.rng, self.site)
+        grad = dropped(self.dy, self.dropout)
         gamma = self.gamma.to(dtype)
         dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
             grad,
@@ -206,9 +217,7 @@ class EmbeddingBwd(NamedTuple):
     positions: Tensor | None
     scale: float
     padding_idx: int
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
     dweight: Written | None
     dposition_weight: Written | None
     accumulate: bool
@@ -218,7 +227,7 @@ class EmbeddingBwd(NamedTuple):
         check_tensor(op, "dy", dy, ("T", "C"), FLOATS)
         check_rows(op, "dy", dy)
         check_tensor(op, "tokens", tokens, (len(dy),), INTEGERS, dy)
-        check_dropout(op, self.p, self.rng, dy)
+        check_dropout(op, self.dropout, dy)
         if positions is not None:
             check_tensor(op, "positions", positions, (len(dy),), INTEGERS, dy)
         elif self.dposition_weight is not None:
@@ -236,7 +245,7 @@ class EmbeddingBwd(NamedTuple):
             raise ValueError(f"{op}: padding_idx is {self.padding_idx}, dweight has {rows} rows")
 
     def reference(self) -> None:
-        grad = _dropped(self.dy, self.p, self.rng, self.site)
+        grad = dropped(self.dy, self.dropout)
         if self.dposition_weight is not None and self.positions is not None:
             _add_rows(self.dposition_weight, self.positions, grad, -1, self.accumulate)
         if self.dweight is not None:
@@ -245,16 +254,6 @@ class EmbeddingBwd(NamedTuple):
 
 
 embedding_bwd = define("embedding_bwd", EmbeddingBwd)
-
-
-def _dropped(dy: Tensor, p: float, rng: Tensor, site: int) -> Tensor:
-    """The gradient of dropout's input, a new tensor in the working precision."""
-    grad = torch.empty_like(dy, dtype=work_dtype(dy))
-    if p == 0:
-        return grad.copy_(dy)
-    for part, factor in dropout_factors(rng, site, dy.shape, p, grad.dtype):
-        torch.mul(dy[part], factor, out=grad[part])
-    return grad
 
 
 def _add_rows(

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .casting import MOST, MOST_EXPONENT
 from .checks import check_tensor
-from .fp8_quantise import MOST, MOST_EXPONENT
 from .registry import Written, define
 
 HISTORY = 16  # amaxes of a tensor from which its scale follows

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import Cast
+from .casting import CASTABLE, E4M3, check_scale, check_width, padded, quantise
 from .checks import check_rows, check_tensor
-from .fp8_quantise import CASTABLE, E4M3, check_scale, check_width, empty_like, quantise
 from .numerics import column_sum, store_gradient
 from .registry import Written, define
 
@@ -47,7 +48,8 @@ class Fp8Transpose(NamedTuple):
                 raise ValueError(f"{op}: x must be {E4M3} for sums, got {x.dtype}")
 
     def shape(self) -> Tensor:
-        return empty_like(self.x)[1]
+        rows, columns = self.x.shape
+        return self.x.new_empty((columns, padded(rows)), dtype=E4M3)
 
     def reference(self) -> Tensor:
         x, scale, sums, accumulate = self
@@ -57,7 +59,7 @@ class Fp8Transpose(NamedTuple):
             if sums is not None:
                 store_gradient(sums, column_sum(y), accumulate)
         ignored = torch.zeros_like(scale)
-        return quantise(y, scale, ignored, ignored.long())[1]
+        return quantise(y, Cast(scale, ignored, ignored.long()))[1]
 
 
 fp8_transpose = define("fp8_transpose", Fp8Transpose)

@@ -7,15 +7,15 @@ B = tiles.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .adam import AdamStep
+from .arguments import Cast, WeightCast
+from .casting import ALIGNMENT, E4M3, MOST_EXPONENT, quantise
 from .checks import check_power_of_two, check_tensor
-from .fp8_quantise import ALIGNMENT, E4M3, MOST_EXPONENT, quantise
-from .registry import Written, define
+from .registry import define
 
 TILE_ROWS, TILE_COLUMNS = 64, 128  # the most that a thread block of fp8_weights.cu has
 QUAD = 4  # columns of a thread
@@ -105,29 +105,18 @@ def _others(start: int, end: int) -> Iterator[Tile]:
 
 
 class Fp8Weights(NamedTuple):
-    """Cast matrices that lie in one flat buffer, each with a scale of its own.
+    """Cast matrices that lie in one flat buffer.
 
-    Each matrix is cast by the rule of `fp8_quantise`. Its values [rows, columns] are written to
-    ``values``, their transpose to ``transposes``.
-
-    weights: bfloat16 [N]. tiles: int32 [B, 8], see `fp8_tiles`; on a GPU they are not checked.
-    scale, amax, saturated: float32, float32 and int64 [M], see `fp8_quantise`. scale may have any
-    stride.
-    values, transposes: E4M3 [S].
+    weights: bfloat16 [N].
     Raises ValueError on a wrong shape, dtype or device, and on a CPU on a tile that does not fit or
     a wrong scale.
     """
 
     weights: Tensor
-    tiles: Tensor
-    scale: Tensor
-    amax: Written
-    saturated: Written
-    values: Written
-    transposes: Written
+    cast: WeightCast
 
     def check(self, op: str) -> None:
-        weights, tiles, scale, amax, saturated, values, transposes = self
+        weights, (tiles, scale, amax, saturated, values, transposes) = self
         check_tensor(op, "weights", weights, ("N",), (torch.bfloat16,))
         check_tensor(op, "tiles", tiles, ("B", len(Tile._fields)), (torch.int32,), weights)
         check_tensor(op, "scale", scale, ("M",), (torch.float32,), weights)
@@ -135,7 +124,7 @@ class Fp8Weights(NamedTuple):
         check_tensor(op, "saturated", saturated, scale.shape, (torch.int64,), weights)
         check_tensor(op, "values", values, ("S",), (E4M3,), weights)
         check_tensor(op, "transposes", transposes, values.shape, (E4M3,), weights)
-        for name, x in self._asdict().items():
+        for name, x in {"weights": weights, **self.cast._asdict()}.items():
             if name != "scale" and not x.is_contiguous():
                 raise ValueError(f"{op}: {name} must be contiguous, its strides are {x.stride()}")
         check_power_of_two(op, "scale", scale, MOST_EXPONENT)
@@ -158,7 +147,7 @@ class Fp8Weights(NamedTuple):
                 raise ValueError(f"{op}: the tiles do not fit {name} with {len(x)} elements")
 
     def reference(self) -> None:
-        weights, tiles, scale, amax, saturated, values, transposes = self
+        weights, (tiles, scale, amax, saturated, values, transposes) = self
         # float8 tensors cannot be copied on every device.
         values, transposes = values.view(torch.uint8), transposes.view(torch.uint8)
 
@@ -170,7 +159,7 @@ class Fp8Weights(NamedTuple):
                 continue
             place, shape = tile.matrix, (tile.rows, QUAD * tile.quads)
             x = part(weights, QUAD * tile.first, *shape, QUAD * tile.stride)
-            results = quantise(x.float(), scale[place], amax[place], saturated[place])
+            results = quantise(x, Cast(scale[place], amax[place], saturated[place]))
             for target, result in zip(
                 (
                     part(values, QUAD * tile.value, *shape, QUAD * tile.stride),
@@ -183,57 +172,3 @@ class Fp8Weights(NamedTuple):
 
 
 fp8_weights = define("fp8_weights", Fp8Weights)
-
-
-class Fp8AdamStep(NamedTuple):
-    """`adam_step`, then `fp8_weights` of the new param_low; the weights are not read again.
-
-    If norm * multiplier is not finite, the old weights are cast.
-
-    The first arguments are those of `adam_step`: param is int16, grad and param_low are bfloat16.
-    tiles: see `fp8_weights`; they cover all N parameters.
-    Raises ValueError as these ops do, and on a CPU if tiles leave out a parameter.
-    """
-
-    param: Written
-    exp_avg: Written
-    exp_avg_sq: Written
-    grad: Tensor
-    param_low: Written
-    step: Written
-    lr: Tensor
-    multiplier: Tensor
-    norm: Tensor
-    max_norm: float
-    clip_eps: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    tiles: Tensor
-    scale: Tensor
-    amax: Written
-    saturated: Written
-    values: Written
-    transposes: Written
-
-    def _parts(self) -> tuple[AdamStep, Fp8Weights]:
-        arguments: tuple[Any, ...] = self
-        count = len(AdamStep._fields)
-        return AdamStep(*arguments[:count]), Fp8Weights(self.param_low, *arguments[count:])
-
-    def check(self, op: str) -> None:
-        check_tensor(op, "param", self.param, ("N",), (torch.int16,))
-        check_tensor(op, "grad", self.grad, self.param.shape, (torch.bfloat16,), self.param)
-        for part in self._parts():
-            part.check(op)
-        tiles, quads = self.tiles, len(self.param) // QUAD
-        if tiles.device.type == "cpu" and (covered := (tiles[:, 2] * tiles[:, 3]).sum()) != quads:
-            raise ValueError(f"{op}: the tiles cover {QUAD * covered} of {QUAD * quads} parameters")
-
-    def reference(self) -> None:
-        for part in self._parts():
-            part.reference()
-
-
-fp8_adam_step = define("fp8_adam_step", Fp8AdamStep)

@@ -3,52 +3,72 @@
 Backward: dx (+)= dy weight,  dweight (+)= dy^T x,  dbias (+)= column sum of dy. The GEMMs write
 into the caller's buffers directly, also when they accumulate.
 
-Shapes: T = packed tokens (rows), K = inputs, N = outputs.
+In fp8 all operands are `Quantised`, and results are bfloat16. A product reads two operands with the
+inner dimension adjacent: forward the values of x and weight, dx the values of dy and the transpose
+of weight, dweight the transposes of dy and x. It is summed in float32, then multiplied by both
+scales, and rounded to the result's dtype. Single products are exact in float32. On a GPU, if a
+bfloat16 gradient is added to, the product is rounded before the sum is.
+
+Shapes: T = packed tokens (rows), P = padded rows, K = inputs, N = outputs. In fp8, K and N are
+multiples of 16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from .arguments import Operand, Quantised
+from .casting import E4M3, check_scale, check_width, padded
 from .checks import FLOATS, check_rows, check_tensor
 from .numerics import column_sum, store_gradient, work_dtype
 from .registry import Written, define
 
 
 class LinearFwd(NamedTuple):
-    """Arguments of lightseq::linear_fwd; see `linear_fwd`."""
+    """y [T, N] = x weight^T + bias, or relu of that.
 
-    x: Tensor
-    weight: Tensor
+    x: [T, K]. weight: [N, K]. bias: [N] or None. All of one dtype; or x and weight are `Quantised`,
+    bias and y are bfloat16, and relu is False.
+    relu: its derivative is 1 where y > 0, else 0. A NaN may become 0 on a GPU, see
+    csrc/linear/nan.cuh.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
+    """
+
+    x: Operand
+    weight: Operand
     bias: Tensor | None
-    relu: bool
+    relu: bool = False
 
     def check(self, op: str) -> None:
-        x, weight, bias, _ = self
-        _check(op, x, weight)
+        x, weight, bias, relu = self
+        _, outputs = check_forward(op, x, weight)
         if bias is not None:
-            check_tensor(op, "bias", bias, weight.shape[:1], (x.dtype,), x)
+            check_tensor(op, "bias", bias, (outputs,), (result_dtype(x),), matrix(x))
+        if relu and isinstance(x, Quantised):
+            raise ValueError(f"{op}: relu must be False in fp8")
 
     def shape(self) -> Tensor:
-        return self.x.new_empty((self.x.shape[0], self.weight.shape[0]))
+        return empty_product(self.x, self.weight)
 
     def reference(self) -> Tensor:
         x, weight, bias, relu = self
-        product_bias = None if bias is None else operand(bias)
-        y = functional.linear(operand(x), operand(weight), product_bias)
-        return (y.relu_() if relu else y).to(x.dtype)
+        y = product(x, weight, bias)
+        return (y.relu_() if relu else y).to(result_dtype(x))
+
+
+linear_fwd = define("linear_fwd", LinearFwd)
 
 
 class LinearBwd(NamedTuple):
     """Arguments of lightseq::linear_bwd; see `linear_bwd`."""
 
-    dy: Tensor
-    x: Tensor
-    weight: Tensor
+    dy: Operand
+    x: Operand
+    weight: Operand
     dweight: Written | None
     dbias: Written | None
     onto: Written | None
@@ -57,60 +77,45 @@ class LinearBwd(NamedTuple):
 
     def check(self, op: str) -> None:
         dy, x, weight, dweight, dbias, onto, _, need_dx = self
-        _check(op, x, weight)
-        check_tensor(op, "dy", dy, (x.shape[0], weight.shape[0]), (x.dtype,), x)
-        check_rows(op, "dy", dy)
-        if dweight is not None:
-            check_tensor(op, "dweight", dweight, weight.shape, FLOATS, x)
-            check_rows(op, "dweight", dweight)
+        rows, inputs, outputs = check_backward(op, dy, x, weight)
+        check_dweight(op, dweight, (outputs, inputs), matrix(dy))
         if dbias is not None:
-            check_tensor(op, "dbias", dbias, weight.shape[:1], FLOATS, x)
+            if isinstance(dy, Quantised):
+                raise ValueError(f"{op}: dbias must be None in fp8: the cast of dy sums it")
+            check_tensor(op, "dbias", dbias, (outputs,), FLOATS, dy)
         if onto is not None:
-            check_tensor(op, "onto", onto, x.shape, (x.dtype,), x)
+            check_tensor(op, "onto", onto, (rows, inputs), (result_dtype(x),), matrix(dy))
             check_rows(op, "onto", onto)
             if need_dx:
                 raise ValueError(f"{op}: dx is either returned or added to onto, not both")
 
     def shape(self) -> Tensor:
-        return self.x.new_empty(self.x.shape if self.need_dx else 0)
+        dx = empty_product(self.dy, self.weight.t())
+        return dx if self.need_dx else dx.new_empty(0)
 
     def reference(self) -> Tensor:
         dy, x, weight, dweight, dbias, onto, accumulate, need_dx = self
-        grad = operand(dy)
-        if dbias is not None:
-            store_gradient(dbias, column_sum(grad), accumulate)
+        dtype = result_dtype(x)
+        if isinstance(dy, Tensor):
+            dy = operand(dy)
+            if dbias is not None:
+                store_gradient(dbias, column_sum(dy), accumulate)
         if dweight is not None:
-            columns, rows = grad.t(), operand(x)
-            if dweight.dtype != grad.dtype:
-                store_gradient(dweight, columns @ rows, accumulate)
-            elif accumulate:
-                dweight.addmm_(columns, rows)
-            else:
-                torch.mm(columns, rows, out=dweight)
+            store_product(dweight, dy.t(), x.t(), accumulate)
         if onto is not None:
-            onto.copy_(torch.addmm(operand(onto), grad, operand(weight)))
-        return (grad @ operand(weight)).to(x.dtype) if need_dx else x.new_empty(0)
+            onto.copy_(product(dy, weight.t(), onto))
+        if need_dx:
+            return product(dy, weight.t()).to(dtype)
+        return matrix(dy).new_empty(0, dtype=dtype)
 
 
-_FWD = define("linear_fwd", LinearFwd)
 _BWD = define("linear_bwd", LinearBwd)
 
 
-def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:
-    """y [T, N] = x weight^T + bias, or relu of that.
-
-    x: [T, K]. weight: [N, K]. bias: [N] or None. All of one dtype.
-    relu: its derivative is 1 where y > 0, else 0. A NaN may become 0 on a GPU, see
-    csrc/linear/nan.cuh.
-    Raises ValueError on a wrong shape, dtype, device or layout.
-    """
-    return _FWD(x, weight, bias, relu)
-
-
 def linear_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
+    dy: Operand,
+    x: Operand,
+    weight: Operand,
     dweight: Tensor | None,
     dbias: Tensor | None,
     accumulate: bool,
@@ -122,9 +127,31 @@ def linear_bwd(
     dy: [T, N]. x, weight: as in forward. dweight: [N, K] or None, dbias: [N] or None; overwritten
     or, with accumulate, added to. onto: [T, K], another gradient of x: the GEMM adds dx to it in
     place, and dx is not returned (need_dx must be False).
-    Raises ValueError on a wrong shape, dtype, device or layout.
+    In fp8 all operands are `Quantised`: dy needs its values and its transpose, x and weight need
+    their transposes. dweight is bfloat16 or float32, and dbias is None: the op that casts dy sums
+    it before.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
     return _BWD(dy, x, weight, dweight, dbias, onto, accumulate, need_dx)
+
+
+def matrix(x: Operand) -> Tensor:
+    """The operand's numbers, without the scale."""
+    if isinstance(x, Tensor):
+        return x
+    assert x.values is not None
+    return x.values
+
+
+def result_dtype(x: Operand) -> torch.dtype:
+    """The dtype of a product with this operand."""
+    return x.dtype if isinstance(x, Tensor) else torch.bfloat16
+
+
+def empty_product(x: Operand, weight: Operand) -> Tensor:
+    """Uninitialised x weight^T."""
+    shape = len(matrix(x)), len(matrix(weight))
+    return matrix(x).new_empty(shape, dtype=result_dtype(x))
 
 
 def operand(x: Tensor) -> Tensor:
@@ -132,8 +159,77 @@ def operand(x: Tensor) -> Tensor:
     return x if x.is_cuda else x.to(work_dtype(x))
 
 
-def _check(op: str, x: Tensor, weight: Tensor) -> None:
-    check_tensor(op, "x", x, ("T", "K"), FLOATS)
-    check_rows(op, "x", x)
-    check_tensor(op, "weight", weight, ("N", x.shape[1]), (x.dtype,), x)
-    check_rows(op, "weight", weight)
+def product(x: Operand, weight: Operand, other: Tensor | None = None) -> Tensor:
+    """x weight^T + other, not yet rounded to the result's dtype. other: [N] or [T, N]."""
+    if isinstance(x, Tensor):
+        rows, columns = operand(x), operand(matrix(weight)).t()
+        return rows @ columns if other is None else torch.addmm(operand(other), rows, columns)
+    assert isinstance(weight, Quantised)
+    y = matrix(x).float() @ matrix(weight).float().t()
+    y.mul_(x.scale * weight.scale)
+    return y if other is None else y.add_(other)
+
+
+def store_product(target: Tensor, x: Operand, weight: Operand, accumulate: bool) -> None:
+    """Overwrite the caller's gradient with x weight^T, or add it; in place if dtypes allow it."""
+    if isinstance(x, Quantised) or target.dtype != operand(x).dtype:
+        store_gradient(target, product(x, weight), accumulate)
+        return
+    rows, columns = operand(x), operand(matrix(weight)).t()
+    if accumulate:
+        target.addmm_(rows, columns)
+    else:
+        torch.mm(rows, columns, out=target)
+
+
+def check_forward(op: str, x: Operand, weight: Operand) -> tuple[int, int]:
+    """Raise ValueError unless x and weight are operands of forward. Returns T and N."""
+    rows = check_operand(op, "x", x, ("T", "K"))
+    columns = check_operand(op, "weight", weight, ("N", rows.shape[1]), rows)
+    if isinstance(weight, Quantised):
+        check_width(op, columns.t())
+    return len(rows), len(columns)
+
+
+def check_backward(op: str, dy: Operand, x: Operand, weight: Operand) -> tuple[int, int, int]:
+    """Raise ValueError unless dy, x and weight are operands of backward. Returns T, K and N."""
+    if isinstance(dy, Tensor):
+        rows, inputs = check_operand(op, "x", x, ("T", "K")).shape
+        outputs = len(check_operand(op, "weight", weight, ("N", inputs), matrix(x)))
+        check_operand(op, "dy", dy, (rows, outputs), matrix(x))
+        return rows, inputs, outputs
+    like = check_operand(op, "dy", dy, ("T", "N"))
+    rows, outputs = like.shape
+    check_operand(op, "dy", dy, (outputs, padded(rows)), like, "transpose")
+    of_x = check_operand(op, "x", x, ("K", padded(rows)), like, "transpose")
+    check_operand(op, "weight", weight, (len(of_x), outputs), like, "transpose")
+    check_width(op, of_x.t())
+    return rows, len(of_x), outputs
+
+
+def check_operand(
+    op: str, name: str, x: Operand, shape: Sequence[int | str], like: Tensor | None = None,
+    part: str = "values",
+) -> Tensor:  # fmt: skip
+    """Return x, or this part of a `Quantised` x; raise ValueError if it has another shape, or is
+    of another kind than the operand `like`. See `checks.check_tensor`."""
+    if like is not None and isinstance(x, Quantised) != (like.dtype == E4M3):
+        raise ValueError(f"{op}: either all operands are Quantised or none, see {name}")
+    if not isinstance(x, Quantised):
+        check_tensor(op, name, x, shape, FLOATS if like is None else (like.dtype,), like)
+        check_rows(op, name, x)
+        return x
+    found: Tensor = getattr(x, part)
+    check_tensor(op, f"{name}_{part}", found, shape, (E4M3,), like)
+    check_rows(op, f"{name}_{part}", found)
+    check_width(op, found)
+    check_scale(op, f"{name}_scale", x.scale, found)
+    return found
+
+
+def check_dweight(op: str, dweight: Tensor | None, shape: Sequence[int], like: Tensor) -> None:
+    """Raise ValueError unless dweight can be the gradient of the weight, for operands as `like`."""
+    if dweight is not None:
+        dtypes = (torch.bfloat16, torch.float32) if like.dtype == E4M3 else FLOATS
+        check_tensor(op, "dweight", dweight, shape, dtypes, like)
+        check_rows(op, "dweight", dweight)

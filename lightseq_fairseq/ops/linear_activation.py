@@ -8,7 +8,10 @@ The slope of gelu lies between -0.13 and 1.13. For bfloat16, a byte stores it as
 round(200 slope) + 28, so that 0 and 1 are exact and the error is at most 1/400; bfloat16 would have
 up to 1/256. Other dtypes store the slope as it is.
 
-Shapes: T = packed tokens (rows), C = inputs, F = outputs.
+In fp8 (see `linear`), y is cast to E4M3, since the next product reads it. z and y are in float32
+until then; on GPUs other than Hopper's, and for a few tokens, z is rounded to bfloat16 before.
+
+Shapes: T = packed tokens (rows), P = padded rows, C = inputs, F = outputs.
 Dropout: the row id is the row of x, the column is the index in F.
 """
 
@@ -18,11 +21,12 @@ from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from .arguments import Cast, Dropout, Operand, Quantised
 from .bias_activation_dropout import gelu
+from .casting import check_cast, quantise, quantised_like
 from .checks import check_dropout
-from .linear import LinearFwd, operand
+from .linear import LinearFwd, empty_product, matrix, product, result_dtype
 from .numerics import work_dtype
 from .philox import dropout_factors
 from .registry import define
@@ -51,67 +55,69 @@ def read_slope(stored: Tensor) -> Tensor:
     return (stored.to(torch.float32) - _ZERO) / _STEPS
 
 
-def activate(
-    z: Tensor, activation: str, p: float, rng: Tensor, site: int, need_slope: bool
-) -> tuple[Tensor, Tensor]:
-    """dropout(activation(z)) and the slope, which is EMPTY for relu, or unless need_slope. z [T, F]
-    is overwritten."""
-    slope = z.new_empty(0)
-    if activation == "relu":
-        y = z.relu_()
-    else:
-        y, slope = gelu(z, activation, need_slope)
-    if p > 0:
-        for part, factor in dropout_factors(rng, site, y.shape, p, y.dtype):
-            y[part].mul_(factor)
-            if slope.numel():
-                slope[part].mul_(factor > 0)
-    return y, slope
-
-
 class LinearActivationFwd(NamedTuple):
-    """y [T, F] in x's dtype: dropout(activation(z)), with z = x weight^T + bias; and the slope
-    [T, F] in `slope_dtype`.
+    """y [T, F] in x's dtype: dropout(activation(z)), with z = x weight^T + bias; transpose, EMPTY
+    (numel 0); and the slope [T, F] in `slope_dtype`.
 
-    x: [T, C]. weight: [F, C]. bias: [F]. All of one dtype. activation: relu, gelu (erf) or
-    gelu_accurate (tanh). p, rng, site: dropout, see `philox.keep_mask`.
-    slope is EMPTY (numel 0) if need_slope is False, and for relu, since it follows from y there.
-    NaN: relu may turn it into 0 on a GPU, see csrc/linear/nan.cuh. A NaN in z is in y, even where y
-    is dropped.
-    Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout.
+    With a cast, y is its values in E4M3, and transpose [F, P] is theirs. x and weight are then
+    `Quantised`, and the slope is that of bfloat16.
+
+    x, weight: as in `linear_fwd`. bias: [F]. activation: relu, gelu (erf) or gelu_accurate (tanh).
+    slope is EMPTY if need_slope is False, and for relu, since it follows from y there.
+    NaN: relu may turn it into 0 on a GPU without a cast, see csrc/linear/nan.cuh. A NaN in z is in
+    y, even where y is dropped.
+    Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout, and on a CPU
+    on a wrong scale.
     """
 
-    x: Tensor
-    weight: Tensor
+    x: Operand
+    weight: Operand
     bias: Tensor
     activation: str
-    p: float
-    rng: Tensor
-    site: int
+    dropout: Dropout
     need_slope: bool
+    cast: Cast | None = None
 
     def check(self, op: str) -> None:
-        x, weight, bias, activation, p, rng, _, _ = self
-        LinearFwd(x, weight, bias, relu=False).check(op)
-        self.check_activation(op, activation, p, rng, x)
-
-    @staticmethod
-    def check_activation(op: str, activation: str, p: float, rng: Tensor, like: Tensor) -> None:
+        x, weight, bias, activation, dropout, _, cast = self
+        LinearFwd(x, weight, bias).check(op)
         if activation not in _ACTIVATIONS:
             raise ValueError(f"{op}: activation must be one of {_ACTIVATIONS}, got {activation!r}")
-        check_dropout(op, p, rng, like)
+        check_dropout(op, dropout, bias)
+        check_kind(op, x, cast)
+        check_cast(op, cast, matrix(weight).t())
 
-    def shape(self) -> tuple[Tensor, Tensor]:
-        shape = self.x.shape[0], self.weight.shape[0]
+    def shape(self) -> tuple[Tensor, Tensor, Tensor]:
+        y = empty_product(self.x, self.weight)
         has_slope = self.need_slope and self.activation != "relu"
-        slope = self.x.new_empty(shape if has_slope else 0, dtype=slope_dtype(self.x.dtype))
-        return self.x.new_empty(shape), slope
+        slope = y.new_empty(y.shape if has_slope else 0, dtype=slope_dtype(y.dtype))
+        values, transpose = quantised_like(y, self.cast)
+        return y if self.cast is None else values, transpose, slope
 
-    def reference(self) -> tuple[Annotated[Tensor, "y"], Annotated[Tensor, "slope"]]:
-        x, weight, bias, activation, p, rng, site, need_slope = self
-        z = functional.linear(operand(x), operand(weight), operand(bias)).to(work_dtype(x))
-        y, slope = activate(z, activation, p, rng, site, need_slope)
-        return y.to(x.dtype), store_slope(slope, x.dtype)
+    def reference(
+        self,
+    ) -> tuple[Annotated[Tensor, "y"], Annotated[Tensor, "transpose"], Annotated[Tensor, "slope"]]:
+        x, weight, bias, activation, dropout, need_slope, cast = self
+        dtype = result_dtype(x)
+        z = product(x, weight, bias).to(work_dtype(bias))
+        slope = z.new_empty(0)
+        if activation == "relu":
+            y = z.relu_()
+        else:
+            y, slope = gelu(z, activation, need_slope)
+        if dropout.p > 0:
+            for part, factor in dropout_factors(dropout, y.shape, y.dtype):
+                y[part].mul_(factor)
+                if slope.numel():
+                    slope[part].mul_(factor > 0)
+        values, transpose = quantise(y, cast)
+        return y.to(dtype) if cast is None else values, transpose, store_slope(slope, dtype)
 
 
 linear_activation_fwd = define("linear_activation_fwd", LinearActivationFwd)
+
+
+def check_kind(op: str, x: Operand, cast: Cast | None) -> None:
+    """Raise ValueError unless there is a cast exactly if x is Quantised."""
+    if isinstance(x, Quantised) != (cast is not None):
+        raise ValueError(f"{op}: the result is cast exactly if operands are Quantised")

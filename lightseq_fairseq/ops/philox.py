@@ -29,7 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import Dropout
 from .checks import check_dropout, check_tensor
+from .numerics import work_dtype
 from .registry import define
 
 ROUNDS = 7
@@ -51,7 +53,7 @@ def keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: float) -> T
     rows: int64 [R], row ids. A row of the mask depends only on its id, not on the other rows.
     Raises ValueError on a wrong p, shape, dtype or device.
     """
-    check_dropout("keep_mask", p, rng, rows)
+    check_dropout("keep_mask", Dropout(p, rng, site), rows)
     check_tensor("keep_mask", "rows", rows, ("R",), (torch.int64,))
     mask = torch.empty((len(rows), columns), dtype=torch.bool, device=rng.device)
     for part, numbers in _blocks_of_numbers(rng, site, rows, columns):
@@ -65,7 +67,7 @@ def attention_keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: f
     rows: int64 [R], row ids; a row is a query and head. columns: the keys of its sentence.
     Other arguments and errors as in `keep_mask`.
     """
-    check_dropout("attention_keep_mask", p, rng, rows)
+    check_dropout("attention_keep_mask", Dropout(p, rng, site), rows)
     check_tensor("attention_keep_mask", "rows", rows, ("R",), (torch.int64,))
     mask = torch.empty((len(rows), columns), dtype=torch.bool, device=rng.device)
     for part, bits in _blocks_of_attention_bits(rng, site, rows, columns, p):
@@ -83,7 +85,7 @@ class DropoutMask(NamedTuple):
     p: float
 
     def check(self, op: str) -> None:
-        check_dropout(op, self.p, self.rng, self.rng)
+        check_dropout(op, Dropout(self.p, self.rng, self.site), self.rng)
         if self.rows < 0 or self.columns < 0:
             raise ValueError(
                 f"{op}: rows and columns must be >= 0, got {self.rows} and {self.columns}"
@@ -100,13 +102,21 @@ class DropoutMask(NamedTuple):
 dropout_mask = define("dropout_mask", DropoutMask)
 
 
+def drop(x: Tensor, dropout: Dropout) -> Tensor:
+    """Apply the dropout to x [T, C] in place; return x."""
+    if dropout.p > 0:
+        for part, factor in dropout_factors(dropout, x.shape, x.dtype):
+            x[part].mul_(factor)
+    return x
+
+
+def dropped(x: Tensor, dropout: Dropout) -> Tensor:
+    """The dropout of x [T, C], a new tensor in the working precision."""
+    return drop(x.to(work_dtype(x), copy=True), dropout)
+
+
 def dropout_factors(
-    rng: Tensor,
-    site: int,
-    shape: Sequence[int],
-    p: float,
-    dtype: torch.dtype,
-    rows: Tensor | None = None,
+    dropout: Dropout, shape: Sequence[int], dtype: torch.dtype, rows: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Dropout factors (0 or 1 / (1 - p)) of a matrix of this shape, block by block.
 
@@ -114,6 +124,7 @@ def dropout_factors(
     Yields (slice of the rows, their factors [rows of the slice, columns]). Apply each block before
     you ask for the next one, which overwrites it. On a GPU there is one block.
     """
+    p, rng, site = dropout
     scale = 1.0 / (1.0 - p)
     if rng.is_cuda:  # one kernel if the compiled library is loaded
         mask = dropout_mask(rng, site, shape[0], shape[1], p)
@@ -130,9 +141,10 @@ def dropout_factors(
 
 
 def attention_dropout_factors(
-    rng: Tensor, site: int, columns: int, p: float, dtype: torch.dtype, rows: Tensor
+    dropout: Dropout, columns: int, dtype: torch.dtype, rows: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
     """The factors of attention probabilities [len(rows), columns], see `dropout_factors`."""
+    p, rng, site = dropout
     scale = 1.0 / (1.0 - p)
     for part, bits in _blocks_of_attention_bits(rng, site, rows, columns, p):
         yield part, bits.to(dtype).mul_(scale)

@@ -271,7 +271,7 @@ class FlatAdam(torch.optim.Optimizer):
     def fused_step(
         self, gradient: Tensor, low: Tensor | None, lr: Tensor, multiplier: Tensor, norm: Tensor,
         max_norm: float, clip_eps: float, updated: Callable[[int], None] = lambda place: None,
-        cast: tuple[Tensor, ...] | None = None,
+        cast: ops.WeightCast | None = None,
     ) -> None:  # fmt: skip
         """Update the parameters of a fused optimizer with scalars on the device; for CUDA graphs.
 
@@ -279,8 +279,8 @@ class FlatAdam(torch.optim.Optimizer):
         not updated. If the state is sharded, only this rank's part of each piece is updated.
         gradient: [N], laid out like `buffer`. low: 16-bit copies of the parameters, which are
         updated too, or None. updated: called with a piece's index after the update of the piece.
-        cast: the arguments of ``ops.fp8_weights`` after low: low is cast, by the same launch if one
-        launch updates all parameters and the gradient is bfloat16; None if the state is sharded.
+        cast: low is cast to fp8, by the same launch if one launch updates all parameters and the
+        gradient is bfloat16; None if the state is sharded.
         The other arguments are those of ``ops.adam_step``. The factors of `multiply_grads` are
         ignored.
         """
@@ -298,22 +298,18 @@ class FlatAdam(torch.optim.Optimizer):
                 else:
                     param = (flat.buffer.data if self._split is None else self._split.values)[part]
                 state = param, flat.exp_avg[mine], flat.exp_avg_sq[mine], gradient[part]
-                numbers: tuple[Any, ...] = (
-                    span.steps[place], lr, multiplier, norm, max_norm, clip_eps, beta1, beta2,
-                    group["eps"], group["weight_decay"],
-                )  # fmt: skip
-                of_low = None if low is None else low[part]
                 # With --fp32-reduce-scatter the gradient is float32.
                 is_whole = part == slice(0, len(gradient)) and gradient.dtype == torch.bfloat16
-                if cast is None or of_low is None or not is_whole:
-                    ops.adam_step(*state, of_low, *numbers)
-                else:
-                    ops.fp8_adam_step(*state, of_low, *numbers, *cast)
-                    cast = None
+                numbers: tuple[Any, ...] = (
+                    span.steps[place], lr, multiplier, norm, max_norm, clip_eps, beta1, beta2,
+                    group["eps"], group["weight_decay"], cast if is_whole else None,
+                )  # fmt: skip
+                ops.adam_step(*state, None if low is None else low[part], *numbers)
+                cast = None if is_whole else cast
             updated(place)
         if cast is not None:
             assert low is not None
-            ops.fp8_weights(low, *cast)
+            ops.fp8_weights(low, cast)
 
     def state_dict(self) -> dict[str, Any]:
         """fairseq's format: {step, exp_avg, exp_avg_sq} of each parameter that was updated."""

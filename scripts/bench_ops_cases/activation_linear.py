@@ -36,7 +36,7 @@ def _activation_linear(name: str, sizes: Sizes, tokens: int, make: Make) -> Case
 
     def backward() -> tuple[Tensor, Tensor, Tensor]:
         dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
-        dz = ops.activation_linear_bwd(dy, x, weight, slope, 0.0, dweight, dbias, False)
+        dz, _ = ops.activation_linear_bwd(dy, x, weight, slope, 0.0, dweight, dbias, False)
         return dz, dbias, dweight
 
     def separate() -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Cases of ops/attention.py and ops/fp8_attention.py.
+"""Cases of ops/attention.py.
 
 In batches of WMT-like sentences, eager pads its packed rows, calls scaled_dot_product_attention
 with a mask, and packs the result. (FlashAttention accepts no mask and cuDNN is off, so torch uses
@@ -26,11 +26,11 @@ from torch.nn import functional
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.memory.packing import Segments
-from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops.casting import E4M3
 
 from .batch import bert_lengths, segments
 from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
-from .fp8 import scalars
+from .fp8 import cast_of
 
 LONG = 512  # tokens per sentence in the case "long"
 LENGTHS, BATCH = (128, 256, 512, 1024, 2048, 4096), 16384  # of equal sentences, and their sum
@@ -121,23 +121,23 @@ class _Inputs:
     def with_casts(self, shape: str) -> Iterator[Case]:
         """Forward that also casts its result, and backward that stores its results in E4M3."""
         rows, q, k, lse = self._bytes()
-        options = *self.lengths, self.causal, self.scale, self.p, self.rng, SITE
-        of_cast = scalars(self.make, 6.0)
+        options = *self.lengths, self.causal, self.scale, ops.Dropout(self.p, self.rng, SITE)
+        cast = cast_of(self.make, 6.0)
 
         def forward() -> tuple[Tensor, ...]:
-            out, _, values = ops.fp8_attention_fwd(self.q, self.k, self.v, *options, *of_cast)
+            out, _, values = ops.attention_fwd(self.q, self.k, self.v, *options, cast)
             return out, values
 
         def backward() -> tuple[Tensor, ...]:
             gradients = [x.view(E4M3) for x in self._heads_of(bytes_of)]
-            ops.fp8_attention_bwd(*given, *gradients, *of_cast, *of_cast)
+            ops.attention_bwd(*given, *gradients, cast, cast)
             return tuple(gradients)
 
         def bytes_of(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.uint8, device=self.q.device)
 
-        results = ops.attention_fwd(self.q, self.k, self.v, *options)
-        given = self.dout, self.q, self.k, self.v, *results, *options
+        out, lse, _ = ops.attention_fwd(self.q, self.k, self.v, *options)
+        given = self.dout, self.q, self.k, self.v, out, lse, *options
         for way, moved, run in (
             ("fwd", 2 * q + 2 * k + lse + q // 2, forward),
             ("bwd", 2 * q + 2 * k + lse + q // 2 + k, backward),
@@ -153,13 +153,13 @@ class _Inputs:
 
     def ours(self) -> tuple[Systems, Systems]:
         tensors = self.q, self.k, self.v
-        options = *self.lengths, self.causal, self.scale, self.p, self.rng, SITE
+        options = *self.lengths, self.causal, self.scale, ops.Dropout(self.p, self.rng, SITE)
 
         def forward() -> tuple[Tensor]:
             return (ops.attention_fwd(*tensors, *options)[0],)
 
         def backward() -> Run:
-            out, lse = ops.attention_fwd(*tensors, *options)
+            out, lse, _ = ops.attention_fwd(*tensors, *options)
 
             def run() -> list[Tensor]:
                 grads = self._heads_of(self.make.empty)

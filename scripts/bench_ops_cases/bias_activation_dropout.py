@@ -14,7 +14,8 @@ from .case import SITE, Case, Formula, Make, Sizes, without_autograd
 
 
 def bias_activation_dropout(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
-    p, rng = sizes.dropout, make.rng()
+    p = sizes.dropout
+    dropout = ops.Dropout(p, make.rng(), SITE)
     x, bias = make.leaf(tokens, sizes.ffn), make.leaf(sizes.ffn)
     dy = make.rows(tokens, sizes.ffn)
 
@@ -22,11 +23,11 @@ def bias_activation_dropout(sizes: Sizes, tokens: int, make: Make) -> Iterator[C
         return (functional.dropout(functional.relu(x + bias), p),)
 
     def forward() -> tuple[Tensor]:
-        return (ops.bias_activation_dropout_fwd(x, bias, "relu", p, rng, SITE),)
+        return (ops.bias_activation_dropout_fwd(x, bias, "relu", dropout),)
 
     def backward() -> tuple[Tensor, Tensor]:
         dbias = torch.empty_like(bias)
-        dx = ops.bias_activation_dropout_bwd(dy, x, bias, "relu", p, rng, SITE, dbias, False)
+        dx = ops.bias_activation_dropout_bwd(dy, x, bias, "relu", dropout, dbias, False)
         return dx, dbias
 
     fwd, bwd = Formula(formula, (x, bias), (dy,)).systems()

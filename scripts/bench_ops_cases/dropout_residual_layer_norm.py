@@ -15,7 +15,8 @@ from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
 
 def dropout_residual_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     """Yield the pre-LayerNorm cases: the sum is also the next residual, so it has a gradient."""
-    width, p, rng, eps = sizes.width, sizes.dropout, make.rng(), 1e-5
+    width, p, eps = sizes.width, sizes.dropout, 1e-5
+    dropout = ops.Dropout(p, make.rng(), SITE)
     x, residual = make.leaf(tokens, width), make.leaf(tokens, width)
     bias, gamma, beta = (make.leaf(width) for _ in range(3))
     dsum, dy = make.rows(tokens, width), make.rows(tokens, width)
@@ -27,17 +28,15 @@ def dropout_residual_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterat
         return total, functional.layer_norm(total, (width,), gamma, beta, eps)
 
     def results() -> tuple[Tensor, ...]:
-        return ops.dropout_residual_layer_norm_fwd(
-            x, bias, residual, gamma, beta, p, rng, SITE, eps
-        )
+        return ops.dropout_residual_layer_norm_fwd(x, bias, residual, gamma, beta, dropout, eps)
 
     def ours_backward() -> Run:
-        total, _, mean, rstd = torch.no_grad()(results)()
+        total, _, mean, rstd, _, _ = torch.no_grad()(results)()
 
         def run() -> tuple[Tensor, ...]:
             dbias, dgamma, dbeta = (torch.empty_like(v) for v in (bias, gamma, beta))
-            dx, dresidual = ops.dropout_residual_layer_norm_bwd(
-                dy, dsum, total, gamma, mean, rstd, p, rng, SITE, dgamma, dbeta, dbias, False
+            dx, dresidual, _ = ops.dropout_residual_layer_norm_bwd(
+                dy, dsum, total, gamma, mean, rstd, dropout, dgamma, dbeta, dbias, False
             )
             return dx if p > 0 else dresidual, dresidual, dbias, dgamma, dbeta
 

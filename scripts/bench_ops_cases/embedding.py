@@ -1,4 +1,4 @@
-"""Cases of ops/embedding.py and ops/fp8_embedding.py."""
+"""Cases of ops/embedding.py."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from lightseq_fairseq.layers import sinusoidal_positions
 
 from .batch import segments, zipf_tokens
 from .case import PAD, SITE, Case, Formula, Make, Run, Sizes, without_autograd
-from .fp8 import scalars
+from .fp8 import cast_of
 
 
 def embedding(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     target, _ = segments(tokens, make.device)
-    width, p, rng, eps = sizes.width, sizes.dropout, make.rng(), 1e-5
+    width, p, eps = sizes.width, sizes.dropout, 1e-5
+    dropout, none = (ops.Dropout(rate, rng, SITE) for rng in [make.rng()] for rate in (p, 0.0))
     scale = math.sqrt(width)
     ids = zipf_tokens(tokens, sizes.vocabulary, make.device)
     positions = target.positions + PAD + 1
@@ -39,40 +40,30 @@ def embedding(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         y = functional.layer_norm(look_up(weight), (width,), gamma, beta, eps)
         return (functional.dropout(y, p),)
 
-    def forward(p: float = p) -> tuple[Tensor]:
-        return (ops.embedding_fwd(ids, weight, positions, table, scale, p, rng, SITE),)
+    def forward(dropout: ops.Dropout = dropout, cast: ops.Cast | None = None) -> tuple[Tensor, ...]:
+        return ops.embedding_fwd(ids, weight, positions, table, scale, dropout, cast)
 
-    def backward(dy: Tensor = dy, p: float = p) -> tuple[Tensor]:
+    def backward(dy: Tensor = dy, dropout: ops.Dropout = dropout) -> tuple[Tensor]:
         dweight = torch.empty_like(weight)
-        ops.embedding_bwd(dy, ids, positions, scale, PAD, p, rng, SITE, dweight, None, False)
+        ops.embedding_bwd(dy, ids, positions, scale, PAD, dropout, dweight, None, False)
         return (dweight,)
 
-    def normed_forward() -> tuple[Tensor, ...]:
+    def normed_forward(cast: ops.Cast | None = None) -> tuple[Tensor, ...]:
         return ops.embedding_layer_norm_fwd(
-            ids, weight, positions, table, gamma, beta, scale, p, rng, SITE, eps
+            ids, weight, positions, table, gamma, beta, scale, dropout, eps=eps, cast=cast
         )
 
     def normed_backward() -> Run:
-        _, mean, rstd = torch.no_grad()(normed_forward)()
+        _, mean, rstd, _ = torch.no_grad()(normed_forward)()
 
         def run() -> tuple[Tensor, ...]:
-            (x,), dgamma, dbeta = forward(0.0), torch.empty_like(gamma), torch.empty_like(beta)
+            x, dgamma, dbeta = forward(none)[0], torch.empty_like(gamma), torch.empty_like(beta)
             dx = ops.embedding_layer_norm_bwd(
-                dy, x, gamma, mean, rstd, p, rng, SITE, dgamma, dbeta, False
+                dy, x, gamma, mean, rstd, dropout, dgamma, dbeta, False
             )
-            return *backward(dx, 0.0), dgamma, dbeta
+            return *backward(dx, none), dgamma, dbeta
 
         return torch.no_grad()(run)
-
-    of_cast = scalars(make, 6.0)
-
-    def cast_forward() -> tuple[Tensor, ...]:
-        return ops.fp8_embedding_fwd(ids, weight, positions, table, scale, p, rng, SITE, *of_cast)
-
-    def cast_normed_forward() -> tuple[Tensor, ...]:
-        return ops.fp8_embedding_layer_norm_fwd(
-            ids, weight, positions, table, gamma, beta, scale, p, rng, SITE, eps, *of_cast
-        )
 
     fwd, bwd = Formula(formula, (weight,), (dy,)).systems()
     normed_fwd, normed_bwd = Formula(normed_formula, (weight, gamma, beta), (dy,)).systems()
@@ -82,7 +73,7 @@ def embedding(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     yield Case(
         f"embedding_fwd/T{tokens}",
         (tokens + read) * row + 2 * indices,
-        {"ours": without_autograd(forward), **fwd},
+        {"ours": without_autograd(lambda: forward()[:1]), **fwd},
     )
     # Backward writes the whole table: rows of words that are not in the batch become zeros.
     yield Case(
@@ -104,12 +95,13 @@ def embedding(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     if make.dtype != torch.bfloat16:
         return
     # As in post-LayerNorm stacks, whose first product reads the embedding.
-    for name, cast, least in (
-        ("embedding_fwd", cast_forward, 0),
-        ("embedding_layer_norm_fwd", cast_normed_forward, statistics),
+    cast = cast_of(make, 6.0)
+    for name, run, least in (
+        ("embedding_fwd", lambda: forward(cast=cast), 0),
+        ("embedding_layer_norm_fwd", lambda: normed_forward(cast), statistics),
     ):
         yield Case(
             f"fp8_{name}/T{tokens}",
             (tokens + read) * row + tokens * width + 2 * indices + least,
-            {"ours": without_autograd(cast)},
+            {"ours": without_autograd(run)},
         )

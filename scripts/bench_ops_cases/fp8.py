@@ -1,6 +1,5 @@
-"""Cases of the fp8 ops: ops/fp8_quantise.py, ops/fp8_transpose.py, ops/fp8_linear.py,
-ops/fp8_linear_activation.py, ops/fp8_dropout_residual_layer_norm.py, and of the update:
-ops/fp8_weights.py, ops/fp8_scales.py.
+"""Cases in fp8: of products and LayerNorm, of ops/fp8_quantise.py and ops/fp8_transpose.py, and of
+the update: ops/adam.py, ops/fp8_weights.py, ops/fp8_scales.py.
 
 They exist for bf16 only: the results of fp8 products are bf16.
 """
@@ -13,36 +12,36 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops.casting import E4M3
 from lightseq_fairseq.ops.fp8_scales import HISTORY
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 
 from .adam import BETAS, CLIP_EPS, DECAY, EPS, MAX_NORM, RATE
 from .case import SITE, Case, Make, Run, Sizes, without_autograd
 
-Scalars = tuple[Tensor, Tensor, Tensor]
 
-
-def scalars(make: Make, amax: float) -> Scalars:
-    """Return scale, amax and saturation count; numbers may have twice this amax."""
+def cast_of(make: Make, amax: float) -> ops.Cast:
+    """Return a cast of numbers up to twice this amax."""
     scale = torch.tensor(amax / 224, device=make.device).log2().ceil().exp2()
-    return scale, torch.zeros((), device=make.device), torch.tensor(0, device=make.device)
+    zero = torch.zeros((), device=make.device)
+    return ops.Cast(scale, zero, torch.tensor(0, device=make.device))
 
 
 class Operand:
     """A random matrix in E4M3, its transpose and its scale."""
 
     def __init__(self, make: Make, rows: int, columns: int) -> None:
-        x, of_cast = make.rows(rows, columns), scalars(make, 6.0)
-        self.values, self.transpose = ops.fp8_quantise(x, *of_cast)
-        self.scale = of_cast[0]
+        cast = cast_of(make, 6.0)
+        self.values, self.transpose = ops.fp8_quantise(make.rows(rows, columns), cast)
+        self.scale = cast.scale
+        self.quantised = ops.Quantised(self.values, self.transpose, self.scale)
 
 
 def fp8_casts(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     """Yield casts, also with column sums."""
     if make.dtype != torch.bfloat16:
         return
-    of_cast = scalars(make, 12.0)
+    cast = cast_of(make, 12.0)
     for shape, columns in (("c", sizes.width), ("f", sizes.ffn)):
         x = make.rows(tokens, columns)
         moved = x.nbytes + 2 * x.numel()
@@ -50,7 +49,7 @@ def fp8_casts(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
 
             def quantise(x: Tensor = x, has_sums: bool = has_sums) -> tuple[Tensor, ...]:
                 sums = torch.empty_like(x[0]) if has_sums else None
-                return ops.fp8_quantise(x, *of_cast, sums, False)
+                return ops.fp8_quantise(x, cast, sums)
 
             yield Case(
                 f"fp8_quantise.{name}/T{tokens}", moved, {"ours": without_autograd(quantise)}
@@ -61,18 +60,16 @@ def fp8_linear_activation(sizes: Sizes, tokens: int, make: Make) -> Iterator[Cas
     """Yield both products next to an activation: relu with dropout, gelu without."""
     if make.dtype != torch.bfloat16:
         return
-    c, f, of_cast = sizes.width, sizes.ffn, scalars(make, 12.0)
-    x, dy = Operand(make, tokens, c), Operand(make, tokens, c)
-    first, second = Operand(make, f, c), Operand(make, c, f)
+    c, f, cast = sizes.width, sizes.ffn, cast_of(make, 12.0)
+    x, dy, first, second = (
+        Operand(make, *shape).quantised for shape in ((tokens, c), (tokens, c), (f, c), (c, f))
+    )
     bias, rng = make.rows(f), make.rng()
     for activation, p in (("relu", sizes.dropout), ("gelu", 0.0)):
-        settings = activation, p, rng, SITE, True
 
-        def forward(
-            settings: tuple[str, float, Tensor, int, bool] = settings,
-        ) -> tuple[Tensor, ...]:
-            operands = x.values, x.scale, first.values, first.scale
-            return ops.fp8_linear_activation_fwd(*operands, bias, *settings, *of_cast)
+        def forward(activation: str = activation, p: float = p) -> tuple[Tensor, ...]:
+            dropout = ops.Dropout(p, rng, SITE)
+            return ops.linear_activation_fwd(x, first, bias, activation, dropout, True, cast)
 
         _, y, slope = forward()
         given = None if activation == "relu" else slope
@@ -80,13 +77,14 @@ def fp8_linear_activation(sizes: Sizes, tokens: int, make: Make) -> Iterator[Cas
         def backward(
             y: Tensor = y, given: Tensor | None = given, p: float = p
         ) -> tuple[Tensor, ...]:
-            operands = dy.values, dy.scale, second.transpose, second.scale
-            dbias = torch.empty_like(bias)
-            results = ops.fp8_activation_linear_bwd(*operands, y, given, p, dbias, False, *of_cast)
+            dbias, h = torch.empty_like(bias), ops.Quantised(None, y, cast.scale)
+            results = ops.activation_linear_bwd(
+                dy, h, second, given, p, dweight=None, dbias=dbias, accumulate=False, cast=cast
+            )
             return *results, dbias
 
         results = 2 * tokens * f + slope.nbytes
-        least = x.values.nbytes + first.values.nbytes + results
+        least = tokens * c + f * c + results
         read = y.nbytes if given is None else 0
         for name, moved, run in (
             ("fp8_linear_activation_fwd", least, forward),
@@ -103,22 +101,22 @@ def fp8_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     """
     if make.dtype != torch.bfloat16:
         return
-    c, of_cast = sizes.width, scalars(make, 12.0)
+    c, cast = sizes.width, cast_of(make, 12.0)
     x, residual, dy, dsum = (make.rows(tokens, c) for _ in range(4))
     bias, gamma, beta = (make.rows(c) for _ in range(3))
-    dropout = sizes.dropout, make.rng(), SITE
+    dropout = ops.Dropout(sizes.dropout, make.rng(), SITE)
 
     def forward() -> tuple[Tensor, ...]:
-        return ops.fp8_dropout_residual_layer_norm_fwd(
-            x, bias, residual, gamma, beta, *dropout, 1e-5, False, *of_cast
+        return ops.dropout_residual_layer_norm_fwd(
+            x, bias, residual, gamma, beta, dropout, 1e-5, False, cast
         )
 
     total, _, mean, rstd, *_ = forward()
 
     def backward() -> tuple[Tensor, ...]:
         sums = [torch.empty_like(gamma) for _ in range(3)]
-        results = ops.fp8_dropout_residual_layer_norm_bwd(
-            dy, dsum, total, gamma, mean, rstd, *dropout, *sums, False, *of_cast
+        results = ops.dropout_residual_layer_norm_bwd(
+            dy, dsum, total, gamma, mean, rstd, dropout, *sums, False, cast
         )
         return *results, *sums
 
@@ -128,13 +126,13 @@ def fp8_layer_norm(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         name = f"fp8_dropout_residual_layer_norm_{way}/T{tokens}"
         yield Case(name, least, {"ours": without_autograd(run)})
 
-    run = without_autograd(lambda: (ops.fp8_transpose(x, of_cast[0]),))
+    run = without_autograd(lambda: (ops.fp8_transpose(x, cast.scale),))
     yield Case(f"fp8_transpose.c/T{tokens}", x.nbytes * 3 // 2, {"ours": run})
     values = Operand(make, tokens, c).values
 
     def of_values() -> tuple[Tensor, ...]:
         sums = torch.empty_like(bias)
-        return ops.fp8_transpose(values, of_cast[0], sums=sums), sums
+        return ops.fp8_transpose(values, cast.scale, sums=sums), sums
 
     run = without_autograd(of_values)
     yield Case(f"fp8_transpose.values.sums/T{tokens}", 2 * values.nbytes, {"ours": run})
@@ -165,10 +163,10 @@ def fp8_update(sizes: Sizes, make: Make) -> Iterator[Case]:
     values, transposes = (
         torch.zeros(end, dtype=torch.uint8, device=make.device).view(E4M3) for _ in range(2)
     )
-    of_cast = tiles, scale, amax, saturated, values, transposes
+    of_weights = ops.WeightCast(tiles, scale, amax, saturated, values, transposes)
 
     def cast() -> tuple[Tensor, Tensor]:
-        ops.fp8_weights(weights, *of_cast)
+        ops.fp8_weights(weights, of_weights)
         return values, transposes
 
     yield Case(f"fp8_weights/N{end // 1_000_000}M", 4 * end, {"ours": without_autograd(cast)})
@@ -180,9 +178,9 @@ def fp8_update(sizes: Sizes, make: Make) -> Iterator[Case]:
     grad = make.rows(count)
 
     def update() -> tuple[Tensor, ...]:
-        ops.fp8_adam_step(
+        ops.adam_step(
             *(rest, *moments, grad, weights, step, *numbers),
-            *(MAX_NORM, CLIP_EPS, *BETAS, EPS, DECAY, *of_cast),
+            *(MAX_NORM, CLIP_EPS, *BETAS, EPS, DECAY, of_weights),
         )
         return rest, *moments
 
@@ -225,14 +223,12 @@ def _linear(
     bias = make.rows(outputs) if has_bias else None
 
     def forward() -> tuple[Tensor]:
-        return (ops.fp8_linear_fwd(x.values, x.scale, weight.values, weight.scale, bias),)
+        return (ops.linear_fwd(x.quantised, weight.quantised, bias),)
 
     def backward() -> tuple[Tensor, Tensor]:
         dweight = make.empty(outputs, inputs)
-        dx = ops.fp8_linear_bwd(
-            *(dy.values, dy.transpose, dy.scale, x.transpose, x.scale),
-            *(weight.transpose, weight.scale, dweight, None, False, True),
-        )
+        operands = dy.quantised, x.quantised, weight.quantised
+        dx = ops.linear_bwd(*operands, dweight, None, False, True)
         return dx, dweight
 
     def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **more: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def linear_layer(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
             dqkv_w, dqkv_b, dout_w, dfc1_w, dfc1_b, dfc2_w = (
                 torch.empty_like(w) for w in (qkv_w, qkv_b, out_w, fc1_w, fc1_b, fc2_w)
             )
-            dh = ops.activation_linear_bwd(dz, h, fc2_w, None, 0.0, dfc2_w, dfc1_b, False)
+            dh, _ = ops.activation_linear_bwd(dz, h, fc2_w, None, 0.0, dfc2_w, dfc1_b, False)
             dy = ops.linear_bwd(dh, y, fc1_w, dfc1_w, None, False, True)
             da = ops.linear_bwd(dout, a, out_w, dout_w, None, False, True)
             dx = ops.linear_bwd(dqkv, x, qkv_w, dqkv_w, dqkv_b, False, True)

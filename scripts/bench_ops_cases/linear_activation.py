@@ -16,7 +16,7 @@ from .case import SITE, Case, Formula, Make, Sizes, without_autograd
 
 def linear_activation(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     """Yield the case of gelu without dropout, as in RoBERTa and GPT-2."""
-    c, f, rng = sizes.width, sizes.ffn, make.rng()
+    c, f, dropout = sizes.width, sizes.ffn, ops.Dropout(0.0, make.rng(), SITE)
     x, weight, bias = make.leaf(tokens, c), make.leaf(f, c, scale=c**-0.5), make.leaf(f)
     dy = make.rows(tokens, f)
 
@@ -24,7 +24,7 @@ def linear_activation(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         return (functional.gelu(functional.linear(x, weight, bias)),)
 
     def forward() -> tuple[Tensor]:
-        y, _ = ops.linear_activation_fwd(x, weight, bias, "gelu", 0.0, rng, SITE, need_slope=True)
+        y, *_ = ops.linear_activation_fwd(x, weight, bias, "gelu", dropout, need_slope=True)
         return (y,)
 
     def separate() -> tuple[Tensor]:

@@ -57,7 +57,14 @@ class Case:
     def settings(self, dropout=True):
         longest = max(self.lengths_q), max(self.lengths_k)
         p = self.p if dropout else 0.0
-        return self.cu_q, self.cu_k, *longest, self.causal, self.scale, p, self.rng, SITE
+        return (
+            self.cu_q,
+            self.cu_k,
+            *longest,
+            self.causal,
+            self.scale,
+            ops.Dropout(p, self.rng, SITE),
+        )
 
     def kernel(self):
         """(out, lse, dq, dk, dv), with buffers that were NaN before."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.ops.fp8_quantise import quantise
+from lightseq_fairseq.ops.arguments import Cast
+from lightseq_fairseq.ops.casting import quantise
 
 
 class Operand:
@@ -58,7 +59,7 @@ def assert_is_cast(
     ends = []
     for end in (exact - error, exact + error):
         amax, saturated = torch.tensor(0.0), torch.tensor(0)
-        numbers, _ = quantise(end.float(), scale, amax, saturated)
+        numbers, _ = quantise(end, Cast(scale, amax, saturated))
         ends.append((numbers.float(), amax, int(saturated)))
     (low, amax_low, few), (high, amax_high, many) = ends
     assert torch.equal(found.isnan(), exact.isnan())

@@ -46,14 +46,15 @@ class Chain:
 
     def close(self, h: Tensor | None, stream: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = (stream, None) if h is None else (h, stream)
-        total, y, _, _ = ops.dropout_residual_layer_norm_fwd(
-            x, None, residual, self.gamma, self.beta, 0.0, self.rng, 1, NORM_EPS
+        total, y, *_ = ops.dropout_residual_layer_norm_fwd(
+            x, None, residual, self.gamma, self.beta, ops.Dropout(0.0, self.rng, 1), NORM_EPS
         )
         return (stream if h is None else total), y
 
     def __call__(self) -> list[Tensor]:
         table, *weights = self.weights
-        stream = ops.embedding_fwd(self.tokens, table, None, None, 1.0, 0.0, self.rng, 1)
+        dropout = ops.Dropout(0.0, self.rng, 1)
+        stream, _ = ops.embedding_fwd(self.tokens, table, None, None, 1.0, dropout)
         stream, x = self.close(None, stream)
         results = [x]
         for place in range(0, len(weights), 3):

@@ -228,7 +228,8 @@ def product_of(rows: int, columns: int, device: str) -> Tensor:
 def lookup_of(rows: int, columns: int, device: str) -> Tensor:
     tokens = torch.zeros(rows, dtype=torch.int32, device=device)
     weight = torch.ones(1, columns, dtype=torch.bfloat16, device=device)
-    return ops.embedding_fwd(tokens, weight, None, None, 2.0, 0.5, make_rng(device), 1)
+    dropout = ops.Dropout(0.5, make_rng(device), 1)
+    return ops.embedding_fwd(tokens, weight, None, None, 2.0, dropout)[0]
 
 
 @pytest.mark.parametrize("op", [dropout_of, product_of, lookup_of])

@@ -10,7 +10,7 @@ from helpers.ops_testing import adam_arguments, check_op, spaced
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops.casting import E4M3
 from lightseq_fairseq.ops.fp8_weights import QUAD, Matrix, fp8_tiles
 
 COUNT = 12001

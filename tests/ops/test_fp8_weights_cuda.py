@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base import library
-from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops.casting import E4M3
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 
 pytestmark = pytest.mark.gpu

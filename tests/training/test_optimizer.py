@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from lightseq_fairseq import ops
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 from lightseq_fairseq.memory.parameters import ALIGNMENT, flatten_parameters
-from lightseq_fairseq.ops.fp8_quantise import E4M3
+from lightseq_fairseq.ops.casting import E4M3
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 from lightseq_fairseq.step import adam_state
 from lightseq_fairseq.step.flat_adam import FlatAdam
@@ -562,7 +562,7 @@ def test_updated_weights_are_cast_to_fp8(is_whole: bool, is_wide: bool) -> None:
     values, transposes = (torch.zeros(1280, dtype=torch.uint8).view(E4M3) for _ in range(2))
     scale, one = torch.full((2,), 2.0**-6), torch.ones(())
     amax, saturated = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-    cast = tiles, scale, amax, saturated, values, transposes
+    cast = ops.WeightCast(tiles, scale, amax, saturated, values, transposes)
     before = low.clone()
     adam.split(low)
     with mock.patch.object(ops, "fp8_weights", wraps=ops.fp8_weights) as cast_alone:
@@ -573,12 +573,12 @@ def test_updated_weights_are_cast_to_fp8(is_whole: bool, is_wide: bool) -> None:
     for i, (start, place, rows, columns) in enumerate(places):
         part = slice(start, start + rows * columns)
         assert not torch.equal(low[part], before[part])
-        of_matrix = torch.zeros(()), torch.tensor(0)
-        expected = ops.fp8_quantise(low[part].view(rows, columns), scale[i], *of_matrix)
+        of_matrix = ops.Cast(scale[i], torch.zeros(()), torch.tensor(0))
+        expected = ops.fp8_quantise(low[part].view(rows, columns), of_matrix)
         for ours, theirs in zip((values, transposes), expected, strict=True):
             ours = ours.view(torch.uint8)[place : place + rows * columns]
             assert torch.equal(ours, theirs.view(torch.uint8).flatten())
-        assert amax[i] == of_matrix[0] > 0 and saturated[i] == of_matrix[1]
+        assert amax[i] == of_matrix.amax > 0 and saturated[i] == of_matrix.saturated
 
 
 def test_split_parameters_are_all_updated() -> None:

@@ -338,8 +338,8 @@ DROPOUT: dict[str, Any] = {
 
 def scale_of(a: Arguments) -> float:
     """1 / (1 - p) for the arguments of an op, whose p is set to 0."""
-    scale: float = 1 / (1 - a["p"])
-    a["p"] = 0.0
+    scale: float = 1 / (1 - a["dropout"].p)
+    a["dropout"] = a["dropout"]._replace(p=0.0)
     return scale
 
 
@@ -382,7 +382,8 @@ def dropout_after_residual(patch: Patch) -> None:
 @mutation(**DROPOUT)
 def dropout_rate_for_the_activation(patch: Patch) -> None:
     def change(a: Arguments) -> None:
-        a["p"] = DROPOUT["dropout"] if a["p"] > 0 else 0.0
+        p = DROPOUT["dropout"] if a["dropout"].p > 0 else 0.0
+        a["dropout"] = a["dropout"]._replace(p=p)
 
     change_op(patch, "linear_activation_fwd", change)
 

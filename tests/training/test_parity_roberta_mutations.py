@@ -128,7 +128,9 @@ def the_norm_of_the_embedding_has_bert_s_eps(patch: Patch) -> None:
 
 @mutation("masked-dropout")
 def the_dropout_of_the_embedding_has_no_gradient(patch: Patch) -> None:
-    change_op(patch, "embedding_layer_norm_bwd", lambda a: a.update(p=0.0))
+    change_op(
+        patch, "embedding_layer_norm_bwd", lambda a: a.update(dropout=a["dropout"]._replace(p=0.0))
+    )
 
 
 @mutation("masked-dropout")
