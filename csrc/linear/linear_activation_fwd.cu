@@ -211,7 +211,7 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
 #endif
 }
 
-using Results = std::tuple<Tensor, Tensor, Tensor>;  // y, its transpose (empty) and the slope
+using Results = std::tuple<Tensor, Tensor>;  // y and slope
 
 // Computes y and the slope in one kernel. Returns nothing if the product cannot be computed by
 // tiles.
@@ -249,19 +249,18 @@ std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Ten
   };
   activation == Activation::kGelu ? start_for(ActivationConstant<Activation::kGelu>{})
                                   : start_for(ActivationConstant<Activation::kGeluAccurate>{});
-  return Results(y, allocate(y, {0}, kE4m3), slope);
+  return Results(y, slope);
 }
 
 // x [T, C], weight [F, C], bias [F] -> y [T, F]; its transpose [F, P], which is empty without a
 // cast; and slope [T, F], which is empty for ReLU, or if need_slope is false.
-Results linear_activation_fwd(std::optional<Tensor> x_values, std::optional<Tensor> x_transpose,
-                              std::optional<Tensor> x_scale, std::optional<Tensor> weight_values,
-                              std::optional<Tensor> weight_transpose,
-                              std::optional<Tensor> weight_scale, const Tensor& bias,
-                              std::string activation, double p, const Tensor& rng, int64_t site,
-                              bool need_slope, std::optional<Tensor> cast_scale,
-                              std::optional<Tensor> cast_amax,
-                              std::optional<Tensor> cast_saturated) {
+std::tuple<Tensor, Tensor, Tensor> linear_activation_fwd(
+    std::optional<Tensor> x_values, std::optional<Tensor> x_transpose,
+    std::optional<Tensor> x_scale, std::optional<Tensor> weight_values,
+    std::optional<Tensor> weight_transpose, std::optional<Tensor> weight_scale, const Tensor& bias,
+    std::string activation, double p, const Tensor& rng, int64_t site, bool need_slope,
+    std::optional<Tensor> cast_scale, std::optional<Tensor> cast_amax,
+    std::optional<Tensor> cast_saturated) {
   const Activation which = activation_of(kOp, activation);
   const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
   const Operand of_x = operand_of(kOp, "x", x_values, x_transpose, x_scale);
@@ -283,7 +282,10 @@ Results linear_activation_fwd(std::optional<Tensor> x_values, std::optional<Tens
   check_rows(kOp, "bias", bias);
   if (has_slope(which)) {
     const auto results = by_tiles(x, weight, bias, which, dropout, need_slope, device);
-    if (results.has_value()) return *results;
+    if (results.has_value()) {
+      const auto& [y, slope] = *results;
+      return {y, transpose, slope};
+    }
   }
   if (!has_slope(which)) {
     const Tensor z = linear_fwd(x, weight, std::nullopt, false);
