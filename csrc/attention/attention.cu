@@ -12,6 +12,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 
 #include "attention/call.h"
@@ -35,71 +36,35 @@ Choice choice_of(const Call& a, bool backward) {
                       .is_empty = std::min(a.q.numel(), a.k.numel()) == 0});
 }
 
-std::tuple<Tensor, Tensor> forward(Call a, const Cast& cast) {
-  const torch::stable::accelerator::DeviceGuard guard(a.q.get_device());
-  const bool is_float = a.q.scalar_type() == ScalarType::Float;
-  const Tensor out = allocate(a.q, {a.q.size(0), a.q.size(1), a.q.size(2)});
+std::tuple<Tensor, Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                 const Tensor& cu_q, const Tensor& cu_k,
+                                                 int64_t max_q, int64_t max_k, bool causal,
+                                                 double scale, double dropout_p, const Tensor& rng,
+                                                 int64_t site, std::optional<Tensor> cast_scale,
+                                                 std::optional<Tensor> cast_amax,
+                                                 std::optional<Tensor> cast_saturated) {
+  constexpr const char* op = "attention_fwd";
+  const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
+  const CastResults results =
+      allocate_cast(q, q.size(0), q.size(1) * q.size(2), scalars, CastOf::kValues);
+  const bool is_float = q.scalar_type() == ScalarType::Float;
+  const Tensor out = allocate(q, {q.size(0), q.size(1), q.size(2)});
   const Tensor lse =
-      allocate(a.q, {a.q.size(0), a.q.size(1)}, is_float ? ScalarType::Double : ScalarType::Float);
-  const Forward f{out, lse, cast};
+      allocate(q, {q.size(0), q.size(1)}, is_float ? ScalarType::Double : ScalarType::Float);
+  Call a{op, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng, site};
+  const Forward f{out, lse, results.cast};
   const Choice choice = choice_of(a, false);
   a.most_of_short = choice.most_of_short;
   short_fwd(a, f);
   if (choice.of_long == Method::kWgmma) wgmma_fwd(a, f);
   if (choice.of_long == Method::kMma) mma_fwd(a, f);
-  return {out, lse};
-}
-
-void backward(Call a, const Backward& b) {
-  const torch::stable::accelerator::DeviceGuard guard(a.q.get_device());
-  const Choice choice = choice_of(a, true);
-  a.most_of_short = choice.most_of_short;
-  short_bwd(a, b);
-  if (choice.of_long == Method::kWgmma) wgmma_bwd(a, b);
-  if (choice.of_long == Method::kMma) mma_bwd(a, b);
-  if (choice.of_long == Method::kTf32) tf32_bwd(a, b);
-}
-
-void check_fp8(const char* op, const Tensor& q) {
-  require_fp8(op, q.get_device());
-  require(q.scalar_type() == ScalarType::BFloat16, op, ": q must be bfloat16");
-}
-
-std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                         const Tensor& cu_q, const Tensor& cu_k, int64_t max_q,
-                                         int64_t max_k, bool causal, double scale, double dropout_p,
-                                         const Tensor& rng, int64_t site) {
-  return forward(
-      {"attention_fwd", q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng, site},
-      {});
-}
-
-std::tuple<Tensor, Tensor, Tensor> fp8_attention_fwd(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q, const Tensor& cu_k,
-    int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p, const Tensor& rng,
-    int64_t site, const Tensor& out_scale, Tensor amax, Tensor saturated) {
-  constexpr const char* kOp = "fp8_attention_fwd";
-  check_fp8(kOp, q);
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  const auto casts = allocate_cast(q, q.size(0), q.size(1) * q.size(2), CastOf::kValues);
-  const Cast cast = cast_into(casts, out_scale, amax, saturated);
-  return std::tuple_cat(
-      forward({kOp, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng, site}, cast),
-      std::make_tuple(std::get<0>(casts)));
-}
-
-void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k,
-                   int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p,
-                   const Tensor& rng, int64_t site, Tensor dq, Tensor dk, Tensor dv) {
-  backward(
-      {"attention_bwd", q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng, site},
-      {dout, out, lse, dq, dk, dv, {}});
+  return {out, lse, results.values};
 }
 
 // The cast to x [T, H, D] in E4M3.
-Cast cast_to(const char* op, const char* name, const Tensor& x, const Tensor& scale,
-             const Tensor& amax, const Tensor& saturated) {
+Cast cast_to(const char* op, const char* name, const Tensor& x, const CastScalars& scalars) {
+  if (!scalars.are_given()) return {};
   const int64_t width = x.size(2), stride = x.stride(0);
   const bool heads_adjacent =
       (width == 1 || x.stride(2) == 1) && (x.size(1) == 1 || x.stride(1) == width);
@@ -109,35 +74,43 @@ Cast cast_to(const char* op, const char* name, const Tensor& x, const Tensor& sc
   check_aligned(op, name, x, kFp8Alignment);
   return {.values = static_cast<uint8_t*>(x.data_ptr()),
           .transpose = nullptr,
-          .scale = scale.const_data_ptr<float>(),
-          .amax = static_cast<int*>(amax.mutable_data_ptr()),
-          .saturated = static_cast<unsigned long long*>(saturated.mutable_data_ptr()),
+          .scale = scalars.scale,
+          .amax = scalars.amax,
+          .saturated = scalars.saturated,
           .rows = x.size(0),
           .columns = stride,
           .pitch = 0,
           .tiles_across = 0};
 }
 
-void fp8_attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                       const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k,
-                       int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p,
-                       const Tensor& rng, int64_t site, Tensor dq, Tensor dk, Tensor dv,
-                       const Tensor& q_scale, Tensor q_amax, Tensor q_saturated,
-                       const Tensor& k_scale, Tensor k_amax, Tensor k_saturated) {
-  constexpr const char* kOp = "fp8_attention_bwd";
-  check_fp8(kOp, q);
-  const GradientCasts casts{.dq = cast_to(kOp, "dq", dq, q_scale, q_amax, q_saturated),
-                            .dk = cast_to(kOp, "dk", dk, k_scale, k_amax, k_saturated),
-                            .dv = cast_to(kOp, "dv", dv, k_scale, k_amax, k_saturated)};
-  backward({kOp, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng, site},
-           {dout, out, lse, dq, dk, dv, casts});
+void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k,
+                   int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p,
+                   const Tensor& rng, int64_t site, Tensor dq, Tensor dk, Tensor dv,
+                   std::optional<Tensor> q_scale, std::optional<Tensor> q_amax,
+                   std::optional<Tensor> q_saturated, std::optional<Tensor> k_scale,
+                   std::optional<Tensor> k_amax, std::optional<Tensor> k_saturated) {
+  constexpr const char* op = "attention_bwd";
+  const CastScalars of_q = cast_scalars(op, q_scale, q_amax, q_saturated);
+  const CastScalars of_k = cast_scalars(op, k_scale, k_amax, k_saturated);
+  require(of_q.are_given() == of_k.are_given(), op, ": q_cast and k_cast must both be given");
+  const GradientCasts casts{.dq = cast_to(op, "dq", dq, of_q),
+                            .dk = cast_to(op, "dk", dk, of_k),
+                            .dv = cast_to(op, "dv", dv, of_k)};
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
+  Call a{op, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng, site};
+  const Backward b{dout, out, lse, dq, dk, dv, casts};
+  const Choice choice = choice_of(a, true);
+  a.most_of_short = choice.most_of_short;
+  short_bwd(a, b);
+  if (choice.of_long == Method::kWgmma) wgmma_bwd(a, b);
+  if (choice.of_long == Method::kMma) mma_bwd(a, b);
+  if (choice.of_long == Method::kTf32) tf32_bwd(a, b);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("attention_fwd", TORCH_BOX(&attention_fwd));
   m.impl("attention_bwd", TORCH_BOX(&attention_bwd));
-  m.impl("fp8_attention_fwd", TORCH_BOX(&fp8_attention_fwd));
-  m.impl("fp8_attention_bwd", TORCH_BOX(&fp8_attention_bwd));
 }
 
 }  // namespace

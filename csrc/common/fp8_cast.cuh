@@ -23,7 +23,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
-#include <tuple>
+#include <optional>
 #include <type_traits>
 
 #include "common/check.h"
@@ -445,28 +445,58 @@ constexpr auto kE4m3 = torch::headeronly::ScalarType::Float8_e4m3fn;
 
 inline int64_t cast_pitch(int64_t rows) { return blocks_for(rows, kFp8Alignment) * kFp8Alignment; }
 
-// values [T, C] and transpose [C, P] for a matrix [T, C] on the device of `like`; what is not
-// wanted is empty.
-inline std::tuple<torch::stable::Tensor, torch::stable::Tensor> allocate_cast(
-    const torch::stable::Tensor& like, int64_t rows, int64_t columns, CastOf of = CastOf::kBoth) {
-  const torch::stable::Tensor nothing = allocate(like, {0}, kE4m3);
-  return {of == CastOf::kTranspose ? nothing : allocate(like, {rows, columns}, kE4m3),
-          of == CastOf::kValues ? nothing : allocate(like, {columns, cast_pitch(rows)}, kE4m3)};
+// The scalars of a cast; null if a result is not to be cast.
+struct CastScalars {
+  const float* scale = nullptr;
+  int* amax = nullptr;
+  unsigned long long* saturated = nullptr;
+
+  bool are_given() const { return scale != nullptr; }
+};
+
+// Those of an op's argument: `Cast | None` (ops/arguments.py).
+inline CastScalars cast_scalars(const char* op, const std::optional<torch::stable::Tensor>& scale,
+                                const std::optional<torch::stable::Tensor>& amax,
+                                const std::optional<torch::stable::Tensor>& saturated) {
+  const bool is_given = scale.has_value();
+  require(amax.has_value() == is_given && saturated.has_value() == is_given, op,
+          ": a cast needs scale, amax and saturated");
+  if (!is_given) return {};
+  require_fp8(op, scale->get_device());
+  return {.scale = scale->const_data_ptr<float>(),
+          .amax = static_cast<int*>(amax->mutable_data_ptr()),
+          .saturated = static_cast<unsigned long long*>(saturated->mutable_data_ptr())};
 }
 
-inline Cast cast_into(const std::tuple<torch::stable::Tensor, torch::stable::Tensor>& results,
-                      const torch::stable::Tensor& scale, const torch::stable::Tensor& amax,
-                      const torch::stable::Tensor& saturated) {
-  const auto& [values, transpose] = results;
-  return {.values = output_of<uint8_t>(values),
-          .transpose = output_of<uint8_t>(transpose),
-          .scale = scale.const_data_ptr<float>(),
-          .amax = static_cast<int*>(amax.mutable_data_ptr()),
-          .saturated = static_cast<unsigned long long*>(saturated.mutable_data_ptr()),
-          .rows = values.size(0),
-          .columns = values.size(1),
-          .pitch = cast_pitch(values.size(0)),
-          .tiles_across = static_cast<unsigned>(blocks_for(values.size(1), kCastTile))};
+// A cast of a matrix [T, C]: values [T, C] and transpose [C, P]. What is not wanted is empty.
+struct CastResults {
+  torch::stable::Tensor values, transpose;
+  Cast cast;  // without scalars, all pointers are null
+};
+
+// On the device of `like`.
+inline CastResults allocate_cast(const torch::stable::Tensor& like, int64_t rows, int64_t columns,
+                                 const CastScalars& scalars, CastOf of = CastOf::kBoth) {
+  const int64_t pitch = cast_pitch(rows);
+  const auto allocate_if = [&](bool is_wanted, int64_t first, int64_t second) {
+    return scalars.are_given() && is_wanted ? allocate(like, {first, second}, kE4m3)
+                                            : allocate(like, {0}, kE4m3);
+  };
+  CastResults results{.values = allocate_if(of != CastOf::kTranspose, rows, columns),
+                      .transpose = allocate_if(of != CastOf::kValues, columns, pitch),
+                      .cast = {}};
+  if (scalars.are_given()) {
+    results.cast = {.values = output_of<uint8_t>(results.values),
+                    .transpose = output_of<uint8_t>(results.transpose),
+                    .scale = scalars.scale,
+                    .amax = scalars.amax,
+                    .saturated = scalars.saturated,
+                    .rows = rows,
+                    .columns = columns,
+                    .pitch = pitch,
+                    .tiles_across = static_cast<unsigned>(blocks_for(columns, kCastTile))};
+  }
+  return results;
 }
 
 // For kernels that cast in a variant of their own. Calls function(whether the kernel casts):
@@ -477,6 +507,7 @@ void dispatch_cast(const Cast& cast, Function&& function) {
   if (kMayCast && cast.values != nullptr) {
     function(std::bool_constant<kMayCast>{});
   } else {
+    require(cast.values == nullptr, "lightseq: a result that is cast must be bfloat16");
     function(std::false_type{});
   }
 }

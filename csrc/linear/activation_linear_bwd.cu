@@ -32,11 +32,13 @@
 
 #include <cstdint>
 #include <optional>
+#include <tuple>
 #include <type_traits>
 
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
+#include "common/fp8_cast.cuh"
 #include "common/launch.cuh"
 #include "common/optional.h"
 #include "common/ptx/mbarrier.cuh"
@@ -279,13 +281,32 @@ std::optional<Tensor> dz_of_tiles(const Matrix& dy, const Matrix& weight, const 
   return dz;
 }
 
-// dy [T, N], x [T, K], weight [N, K], slope [T, K] or none, bias [K] or none -> dz [T, K]. Writes
-// dweight [N, K] and dbias [K]: overwrites or accumulates.
-Tensor activation_linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
-                             std::optional<Tensor> slope, double p, std::optional<Tensor> dweight,
-                             std::optional<Tensor> dbias, bool accumulate,
-                             std::optional<Tensor> bias) {
+// dy [T, N], x [T, K], weight [N, K], slope [T, K] or none, bias [K] or none -> dz [T, K]; its
+// transpose [K, P], which is empty without a cast. Writes dweight [N, K] and dbias [K]: overwrites
+// or accumulates.
+std::tuple<Tensor, Tensor> activation_linear_bwd(
+    std::optional<Tensor> dy_values, std::optional<Tensor> dy_transpose,
+    std::optional<Tensor> dy_scale, std::optional<Tensor> x_values,
+    std::optional<Tensor> x_transpose, std::optional<Tensor> x_scale,
+    std::optional<Tensor> weight_values, std::optional<Tensor> weight_transpose,
+    std::optional<Tensor> weight_scale, std::optional<Tensor> slope, double p,
+    std::optional<Tensor> dweight, std::optional<Tensor> dbias, bool accumulate,
+    std::optional<Tensor> bias, std::optional<Tensor> cast_scale, std::optional<Tensor> cast_amax,
+    std::optional<Tensor> cast_saturated) {
   const float scale = static_cast<float>(1.0 / (1.0 - p));
+  const Operand of_dy = operand_of(kOp, "dy", dy_values, dy_transpose, dy_scale);
+  const Operand of_x = operand_of(kOp, "x", x_values, x_transpose, x_scale);
+  const Operand of_weight =
+      operand_of(kOp, "weight", weight_values, weight_transpose, weight_scale);
+  const CastScalars scalars = cast_scalars(kOp, cast_scale, cast_amax, cast_saturated);
+  require(scalars.are_given() == of_x.is_quantised(), kOp,
+          ": operands must be quantised if the result is cast, and only then");
+  if (are_quantised(kOp, of_dy, of_x, of_weight)) {
+    fp8_linear_bwd(of_dy, of_x, of_weight, dweight, std::nullopt, accumulate, false);
+    return fp8_activation_linear_bwd(of_dy, of_x, of_weight, slope, scale, dbias, accumulate,
+                                     scalars);
+  }
+  const Tensor &dy = *of_dy.values, &x = *of_x.values, &weight = *of_weight.values;
   const int32_t device = x.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gradient of_bias = gradient_of(kOp, "dbias", dbias, bias);
@@ -295,7 +316,8 @@ Tensor activation_linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& we
                                                of_bias, accumulate, device, current_stream(device));
   const Tensor dx =
       linear_bwd(dy, x, weight, dweight, std::nullopt, std::nullopt, accumulate, !dz.has_value());
-  return dz.has_value() ? *dz : activation_bwd(kOp, dx, x, slope, scale, dbias, bias, accumulate);
+  return {dz.has_value() ? *dz : activation_bwd(kOp, dx, x, slope, scale, dbias, bias, accumulate),
+          allocate(x, {0}, kE4m3)};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {

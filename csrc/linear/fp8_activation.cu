@@ -1,5 +1,5 @@
 // Activation and dropout between two products, for results in E4M3 with their transposes. T rows
-// (tokens), F columns (FFN width). fp8_linear_activation_fwd.cu and fp8_activation_linear_bwd.cu
+// (tokens), F columns (FFN width). linear_activation_fwd_fp8.cu and activation_linear_bwd_fp8.cu
 // call it if they cannot do the same next to the product.
 //
 //   forward    y  = dropout(activation(z + bias))   and for gelu the slope (slope.cuh)
@@ -23,7 +23,7 @@
 #include "common/fp8_cast.cuh"
 #include "common/optional.h"
 #include "linear/activation.cuh"
-#include "linear/fp8_ops.h"
+#include "linear/ops.h"
 #include "linear/slope.cuh"
 
 namespace lightseq {

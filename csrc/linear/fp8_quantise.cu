@@ -35,8 +35,9 @@ std::tuple<Tensor, Tensor> fp8_quantise(const Tensor& x, const Tensor& scale, Te
   check_cast(kOp, "x", x);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   const cudaStream_t stream = current_stream(x.get_device());
-  const auto results = allocate_cast(x, x.size(0), x.size(1));
-  Cast cast = cast_into(results, scale, amax, saturated);
+  CastResults results =
+      allocate_cast(x, x.size(0), x.size(1), cast_scalars(kOp, scale, amax, saturated));
+  Cast& cast = results.cast;
   const Gradients gradients{{gradient_of(kOp, "sums", sums)}};
   const Tensor partials =
       allocate(x, {sums ? cast.tiles_down() : 0, 1, cast.columns}, ScalarType::Float);
@@ -51,7 +52,7 @@ std::tuple<Tensor, Tensor> fp8_quantise(const Tensor& x, const Tensor& scale, Te
     }
   });
   if (sums) add_partials(partials, gradients, accumulate, stream);
-  return results;
+  return {results.values, results.transpose};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("fp8_quantise", TORCH_BOX(&fp8_quantise)); }

@@ -62,9 +62,9 @@ struct CastTiles {
 struct CastMaps {
   CUtensorMap values, transpose;
 
-  explicit CastMaps(const std::tuple<torch::stable::Tensor, torch::stable::Tensor>& results)
-      : values(tensor_map_of(Matrix(std::get<0>(results)), kTileRows)),
-        transpose(tensor_map_of(Matrix(std::get<1>(results)), kTileColumns)) {}
+  explicit CastMaps(const CastResults& results)
+      : values(tensor_map_of(Matrix(results.values), kTileRows)),
+        transpose(tensor_map_of(Matrix(results.transpose), kTileColumns)) {}
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA

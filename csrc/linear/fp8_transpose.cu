@@ -68,16 +68,9 @@ Tensor fp8_transpose(const Tensor& x, const Tensor& scale, std::optional<Tensor>
   const int64_t rows = x.size(0), columns = x.size(1);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device());
   const cudaStream_t stream = current_stream(x.get_device());
-  const Tensor transpose = std::get<1>(allocate_cast(x, rows, columns, CastOf::kTranspose));
-  Cast cast{.values = nullptr,
-            .transpose = output_of<uint8_t>(transpose),
-            .scale = scale.const_data_ptr<float>(),
-            .amax = nullptr,
-            .saturated = nullptr,
-            .rows = rows,
-            .columns = columns,
-            .pitch = cast_pitch(rows),
-            .tiles_across = static_cast<unsigned>(blocks_for(columns, kCastTile))};
+  CastResults results =
+      allocate_cast(x, rows, columns, {.scale = scale.const_data_ptr<float>()}, CastOf::kTranspose);
+  Cast& cast = results.cast;
   if (x.scalar_type() == kE4m3) {
     const Gradients gradients{{gradient_of(kOp, "sums", sums)}};
     const Tensor partials =
@@ -87,11 +80,11 @@ Tensor fp8_transpose(const Tensor& x, const Tensor& scale, std::optional<Tensor>
                         .stride = x.stride(0)};
     launch_cast<CastOf::kTranspose>(kOp, source, cast, stream);
     if (sums) add_partials(partials, gradients, accumulate, stream);
-    return transpose;
+    return results.transpose;
   }
   const Given<__nv_bfloat16> source{.x = data_of<__nv_bfloat16>(x), .stride = x.stride(0)};
   launch_cast<CastOf::kTranspose>(kOp, source, cast, stream);
-  return transpose;
+  return results.transpose;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("fp8_transpose", TORCH_BOX(&fp8_transpose)); }

@@ -9,7 +9,7 @@
 // decoding. matmul.cu computes all others: with cuBLASLt or, for forward's products of at most 128
 // rows in 16-bit types, with tiles.cu if that is faster. All accumulate in float32, and
 // float32 operands are multiplied in float32, without TF32. This file prepares their operands, and
-// computes db.
+// computes db. linear_fp8.cu has the products of operands in E4M3.
 //
 //   saved for backward   nothing
 //   bytes moved          each operand read once, each result written once, dy once more for db
@@ -285,9 +285,38 @@ Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
 
 namespace {
 
+Tensor linear_fwd_op(std::optional<Tensor> x_values, std::optional<Tensor> x_transpose,
+                     std::optional<Tensor> x_scale, std::optional<Tensor> weight_values,
+                     std::optional<Tensor> weight_transpose, std::optional<Tensor> weight_scale,
+                     const std::optional<Tensor>& bias, bool relu) {
+  constexpr const char* kOp = "linear_fwd";
+  const Operand x = operand_of(kOp, "x", x_values, x_transpose, x_scale);
+  const Operand weight = operand_of(kOp, "weight", weight_values, weight_transpose, weight_scale);
+  if (are_quantised(kOp, x, weight)) return fp8_linear_fwd(x, weight, bias);
+  return linear_fwd(*x.values, *weight.values, bias, relu);
+}
+
+Tensor linear_bwd_op(std::optional<Tensor> dy_values, std::optional<Tensor> dy_transpose,
+                     std::optional<Tensor> dy_scale, std::optional<Tensor> x_values,
+                     std::optional<Tensor> x_transpose, std::optional<Tensor> x_scale,
+                     std::optional<Tensor> weight_values, std::optional<Tensor> weight_transpose,
+                     std::optional<Tensor> weight_scale, std::optional<Tensor> dweight,
+                     std::optional<Tensor> dbias, std::optional<Tensor> onto, bool accumulate,
+                     bool need_dx) {
+  constexpr const char* kOp = "linear_bwd";
+  const Operand dy = operand_of(kOp, "dy", dy_values, dy_transpose, dy_scale);
+  const Operand x = operand_of(kOp, "x", x_values, x_transpose, x_scale);
+  const Operand weight = operand_of(kOp, "weight", weight_values, weight_transpose, weight_scale);
+  if (are_quantised(kOp, dy, x, weight)) {
+    return fp8_linear_bwd(dy, x, weight, dweight, onto, accumulate, need_dx);
+  }
+  return linear_bwd(*dy.values, *x.values, *weight.values, dweight, dbias, onto, accumulate,
+                    need_dx);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
-  m.impl("linear_fwd", TORCH_BOX(&linear_fwd));
-  m.impl("linear_bwd", TORCH_BOX(&linear_bwd));
+  m.impl("linear_fwd", TORCH_BOX(&linear_fwd_op));
+  m.impl("linear_bwd", TORCH_BOX(&linear_bwd_op));
 }
 
 }  // namespace

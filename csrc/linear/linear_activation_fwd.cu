@@ -34,6 +34,7 @@
 
 #include "common/check.h"
 #include "common/columns.cuh"
+#include "common/fp8_cast.cuh"
 #include "common/launch.cuh"
 #include "common/optional.h"
 #include "common/ptx/mbarrier.cuh"
@@ -251,30 +252,49 @@ std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Ten
   return Results(y, slope);
 }
 
-// x [T, C], weight [F, C], bias [F] -> y [T, F] and slope [T, F], which is empty for ReLU, or
-// if need_slope is false.
-Results linear_activation_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                              std::string activation, double p, const Tensor& rng, int64_t site,
-                              bool need_slope) {
+// x [T, C], weight [F, C], bias [F] -> y [T, F]; its transpose [F, P], which is empty without a
+// cast; and slope [T, F], which is empty for ReLU, or if need_slope is false.
+std::tuple<Tensor, Tensor, Tensor> linear_activation_fwd(
+    std::optional<Tensor> x_values, std::optional<Tensor> x_transpose,
+    std::optional<Tensor> x_scale, std::optional<Tensor> weight_values,
+    std::optional<Tensor> weight_transpose, std::optional<Tensor> weight_scale, const Tensor& bias,
+    std::string activation, double p, const Tensor& rng, int64_t site, bool need_slope,
+    std::optional<Tensor> cast_scale, std::optional<Tensor> cast_amax,
+    std::optional<Tensor> cast_saturated) {
   const Activation which = activation_of(kOp, activation);
+  const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
+  const Operand of_x = operand_of(kOp, "x", x_values, x_transpose, x_scale);
+  const Operand of_weight =
+      operand_of(kOp, "weight", weight_values, weight_transpose, weight_scale);
+  const CastScalars scalars = cast_scalars(kOp, cast_scale, cast_amax, cast_saturated);
+  require(scalars.are_given() == of_x.is_quantised(), kOp,
+          ": operands must be quantised if the result is cast, and only then");
+  if (are_quantised(kOp, of_x, of_weight)) {
+    return fp8_linear_activation_fwd(of_x, of_weight, bias, which, dropout, need_slope, scalars);
+  }
+  const Tensor &x = *of_x.values, &weight = *of_weight.values;
+  const Tensor transpose = allocate(x, {0}, kE4m3);
   const int32_t device = x.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   if (which == Activation::kRelu && p == 0.0) {
-    return {linear_fwd(x, weight, bias, true), allocate(x, {0})};
+    return {linear_fwd(x, weight, bias, true), transpose, allocate(x, {0})};
   }
   check_rows(kOp, "bias", bias);
-  const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
   if (has_slope(which)) {
     const auto results = by_tiles(x, weight, bias, which, dropout, need_slope, device);
-    if (results.has_value()) return *results;
+    if (results.has_value()) {
+      const auto& [y, slope] = *results;
+      return {y, transpose, slope};
+    }
   }
   if (!has_slope(which)) {
     const Tensor z = linear_fwd(x, weight, std::nullopt, false);
-    return {bias_activation_dropout_fwd(z, bias, activation, p, rng, site), allocate(x, {0})};
+    return {bias_activation_dropout_fwd(z, bias, activation, p, rng, site), transpose,
+            allocate(x, {0})};
   }
   const Tensor z = linear_fwd(x, weight, bias, false);
   const Tensor slope = allocate_slope(z, need_slope);
-  return {activation_fwd(kOp, z, which, dropout, slope), slope};
+  return {activation_fwd(kOp, z, which, dropout, slope), transpose, slope};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {

@@ -1,4 +1,4 @@
-// Functions of ops that other ops call.
+// Functions of ops that other ops call, and operands of products.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -6,44 +6,94 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 
+#include "common/check.h"
 #include "common/columns.cuh"
 #include "linear/activation.cuh"
 
 namespace lightseq {
 
+using torch::stable::Tensor;
+struct Cast;
+struct CastScalars;
+
+// An operand of a product: a tensor, which is `values` alone, or quantised (`Quantised` in
+// ops/arguments.py). An op reads values or transpose; the other may be missing.
+struct Operand {
+  std::optional<Tensor> values, transpose, scale;
+
+  bool is_quantised() const { return scale.has_value(); }
+};
+
+inline Operand operand_of(const char* op, const char* name, const std::optional<Tensor>& values,
+                          const std::optional<Tensor>& transpose,
+                          const std::optional<Tensor>& scale) {
+  require(scale.has_value() ? values.has_value() || transpose.has_value()
+                            : values.has_value() && !transpose.has_value(),
+          op, ": ", name, " must be a tensor, or a scale with values, a transpose or both");
+  return {values, transpose, scale};
+}
+
+// Whether an op's operands are quantised.
+template <typename... Others>
+bool are_quantised(const char* op, const Operand& x, const Others&... others) {
+  require(((others.is_quantised() == x.is_quantised()) && ...), op,
+          ": all operands must be quantised, or none");
+  return x.is_quantised();
+}
+
 // linear.cu
-torch::stable::Tensor linear_fwd(const torch::stable::Tensor& x,
-                                 const torch::stable::Tensor& weight,
-                                 const std::optional<torch::stable::Tensor>& bias, bool relu);
-torch::stable::Tensor linear_bwd(const torch::stable::Tensor& dy, const torch::stable::Tensor& x,
-                                 const torch::stable::Tensor& weight,
-                                 std::optional<torch::stable::Tensor> dweight,
-                                 std::optional<torch::stable::Tensor> dbias,
-                                 std::optional<torch::stable::Tensor> onto, bool accumulate,
-                                 bool need_dx);
+Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                  bool relu);
+Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                  std::optional<Tensor> dweight, std::optional<Tensor> dbias,
+                  std::optional<Tensor> onto, bool accumulate, bool need_dx);
+
+// linear_fp8.cu: the same for quantised operands.
+Tensor fp8_linear_fwd(const Operand& x, const Operand& weight, const std::optional<Tensor>& bias);
+Tensor fp8_linear_bwd(const Operand& dy, const Operand& x, const Operand& weight,
+                      std::optional<Tensor> dweight, std::optional<Tensor> onto, bool accumulate,
+                      bool need_dx);
+
+// linear_activation_fwd_fp8.cu: values and transpose of y, and the slope.
+std::tuple<Tensor, Tensor, Tensor> fp8_linear_activation_fwd(
+    const Operand& x, const Operand& weight, const Tensor& bias, Activation activation,
+    const DropoutFactors& dropout, bool need_slope, const CastScalars& scalars);
+
+// activation_linear_bwd_fp8.cu: values and transpose of dz, without dweight.
+std::tuple<Tensor, Tensor> fp8_activation_linear_bwd(
+    const Operand& dy, const Operand& x, const Operand& weight, const std::optional<Tensor>& slope,
+    float scale, const std::optional<Tensor>& dbias, bool accumulate, const CastScalars& scalars);
 
 // bias_activation_dropout.cu
-torch::stable::Tensor bias_activation_dropout_fwd(const torch::stable::Tensor& x,
-                                                  std::optional<torch::stable::Tensor> bias,
-                                                  std::string activation, double p,
-                                                  const torch::stable::Tensor& rng, int64_t site);
+Tensor bias_activation_dropout_fwd(const Tensor& x, std::optional<Tensor> bias,
+                                   std::string activation, double p, const Tensor& rng,
+                                   int64_t site);
 
 // Memory for the slope of y (slope.cuh); empty if it is not needed.
-torch::stable::Tensor allocate_slope(const torch::stable::Tensor& y, bool need_slope);
+Tensor allocate_slope(const Tensor& y, bool need_slope);
 
 // Returns y = dropout(activation(z)), and writes its slope, unless it is empty.
-torch::stable::Tensor activation_fwd(const char* op, const torch::stable::Tensor& z,
-                                     Activation activation, const DropoutFactors& dropout,
-                                     const torch::stable::Tensor& slope);
+Tensor activation_fwd(const char* op, const Tensor& z, Activation activation,
+                      const DropoutFactors& dropout, const Tensor& slope);
 
 // dy * scale * slope or, without slope, dy * scale where x is positive or NaN, else 0. Its column
 // sum goes to dbias, which is NaN where `bias` is NaN.
-torch::stable::Tensor activation_bwd(const char* op, const torch::stable::Tensor& dy,
-                                     const torch::stable::Tensor& x,
-                                     const std::optional<torch::stable::Tensor>& slope, float scale,
-                                     std::optional<torch::stable::Tensor> dbias,
-                                     const std::optional<torch::stable::Tensor>& bias,
-                                     bool accumulate);
+Tensor activation_bwd(const char* op, const Tensor& dy, const Tensor& x,
+                      const std::optional<Tensor>& slope, float scale, std::optional<Tensor> dbias,
+                      const std::optional<Tensor>& bias, bool accumulate);
+
+// fp8_activation.cu
+
+// Casts dropout(activation(z + bias)) for z [T, F] in bfloat16, and writes the slope, unless it is
+// empty.
+void fp8_activation_fwd(const char* op, const Tensor& z, const Tensor& bias, Activation activation,
+                        const DropoutFactors& dropout, const Tensor& slope, const Cast& cast);
+
+// Casts dy * scale * slope for dy [T, F] in bfloat16 or, without slope, dy * scale where y is
+// positive or NaN, else 0. Writes partial column sums, if they are wanted.
+void fp8_activation_bwd(const char* op, const Tensor& dy, const Tensor& y_transpose,
+                        const std::optional<Tensor>& slope, float scale, const Cast& cast);
 
 }  // namespace lightseq

@@ -183,7 +183,10 @@ Tensor adam_norm(const Tensor& grad) {
 void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& grad,
                const std::optional<Tensor>& param_low, Tensor step, const Tensor& lr,
                const Tensor& multiplier, const Tensor& norm, double max_norm, double clip_eps,
-               double beta1, double beta2, double eps, double weight_decay) {
+               double beta1, double beta2, double eps, double weight_decay,
+               std::optional<Tensor> cast_tiles, std::optional<Tensor> cast_scale,
+               std::optional<Tensor> cast_amax, std::optional<Tensor> cast_saturated,
+               std::optional<Tensor> cast_values, std::optional<Tensor> cast_transposes) {
   const char* const op = "adam_step";
   const bool is_split = param.scalar_type() == ScalarType::Short;
   require(is_split || param.scalar_type() == ScalarType::Float, op,
@@ -191,6 +194,17 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
   check_aligned(op, "param", param, is_split ? sizeof(Quad<int16_t>) : sizeof(Quad<float>));
   const Params params = params_of(op, param, exp_avg, exp_avg_sq, step, lr, multiplier, norm,
                                   max_norm, clip_eps, beta1, beta2, eps, weight_decay);
+  const int given = cast_tiles.has_value() + cast_scale.has_value() + cast_amax.has_value() +
+                    cast_saturated.has_value() + cast_values.has_value() +
+                    cast_transposes.has_value();
+  require(given == 0 || given == 6, op,
+          ": a cast needs tiles, scale, amax, saturated, values and transposes");
+  if (given > 0) {
+    require(is_split && param_low.has_value(), op, ": a cast needs an int16 param and a param_low");
+    return update_and_cast(
+        op, params, param, grad, *param_low,
+        {*cast_tiles, *cast_scale, *cast_amax, *cast_saturated, *cast_values, *cast_transposes});
+  }
   constexpr int64_t kWork = 4 * kQuads * kStepThreads;  // elements per block
   const int64_t blocks = std::max<int64_t>(1, blocks_for(params.count, kWork));
   check_blocks(op, params, blocks);

@@ -240,6 +240,16 @@ inline Params params_of(const char* op, const Tensor& param, const Tensor& exp_a
           .weight_decay = weight_decay};
 }
 
+// The cast of all weights: see ops/fp8_weights.py.
+struct WeightCast {
+  Tensor tiles, scale, amax, saturated, values, transposes;
+};
+
+// The update of param, which is split over `low`, and the cast of the new weights in one pass
+// (fp8_weights.cu).
+void update_and_cast(const char* op, const Params& params, const Tensor& param, const Tensor& grad,
+                     const Tensor& low, const WeightCast& cast);
+
 inline void check_blocks(const char* op, const Params& params, int64_t blocks) {
   require(blocks <= kMaxBlocks, op, ": ", params.count, " parameters are too many for one buffer");
 }

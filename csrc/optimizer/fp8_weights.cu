@@ -1,13 +1,13 @@
 // Cast of M matrices in one flat buffer to E4M3, with their transposes. fp8_weights casts the
-// numbers as they are; fp8_adam_step first updates all parameters of the buffer (adam.cu) and casts
-// the new ones, which are in registers then. A matrix has N rows and K columns, both multiples of
-// 16, and a scale of its own.
+// numbers as they are; adam_step with a cast first updates all parameters of the buffer (adam.cu)
+// and casts the new ones, which are in registers then. A matrix has N rows and K columns, both
+// multiples of 16, and a scale of its own.
 //
 //   values, transposes   [N, K] and [K, N] of each matrix
 //   amax, saturated      of each matrix, raised and added to
 //
 //   bytes moved   fp8_weights: 4 per number of a matrix
-//                 fp8_adam_step: 26 per parameter, and 2 more per number of a matrix
+//                 adam_step: 26 per parameter, and 2 more per number of a matrix
 //   determinism   the same bits as the reference, ops/fp8_weights.py
 //
 // A block has one tile: at most 64 rows of 128 parameters, of a matrix or of the parameters between
@@ -81,7 +81,7 @@ struct Given {
   const __nv_bfloat16* low;
 };
 
-// fp8_adam_step
+// adam_step
 struct Updated {
   static constexpr bool kUpdates = true;
   static constexpr int kBlocks = 2, kRowsAhead = 2;
@@ -242,9 +242,9 @@ __global__ void __launch_bounds__(kThreads, Source::kBlocks)
 // ---- launchers ----
 
 template <typename Source>
-void cast_weights(const char* op, const Source& source, const Tensor& low, const Tensor& tiles,
-                  const Tensor& scale, const Tensor& amax, const Tensor& saturated,
-                  const Tensor& values, const Tensor& transposes) {
+void cast_weights(const char* op, const Source& source, const Tensor& low,
+                  const adam::WeightCast& cast) {
+  const auto& [tiles, scale, amax, saturated, values, transposes] = cast;
   const int32_t device = low.get_device();
   require_fp8(op, device);
   check_aligned(op, "values", values, sizeof(uint32_t));
@@ -271,32 +271,26 @@ void fp8_weights(const Tensor& weights, const Tensor& tiles, const Tensor& scale
   constexpr const char* kOp = "fp8_weights";
   check_aligned(kOp, "weights", weights, sizeof(Quad<__nv_bfloat16>));
   const Given source{static_cast<const __nv_bfloat16*>(weights.const_data_ptr())};
-  cast_weights(kOp, source, weights, tiles, scale, amax, saturated, values, transposes);
+  cast_weights(kOp, source, weights, {tiles, scale, amax, saturated, values, transposes});
 }
 
-void fp8_adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& grad,
-                   Tensor param_low, Tensor step, const Tensor& lr, const Tensor& multiplier,
-                   const Tensor& norm, double max_norm, double clip_eps, double beta1, double beta2,
-                   double eps, double weight_decay, const Tensor& tiles, const Tensor& scale,
-                   Tensor amax, Tensor saturated, Tensor values, Tensor transposes) {
-  constexpr const char* kOp = "fp8_adam_step";
-  check_aligned(kOp, "param", param, sizeof(Quad<int16_t>));
-  check_aligned(kOp, "grad", grad, sizeof(Quad<__nv_bfloat16>));
-  check_aligned(kOp, "param_low", param_low, sizeof(Quad<__nv_bfloat16>));
-  const Updated source{
-      .params = adam::params_of(kOp, param, exp_avg, exp_avg_sq, step, lr, multiplier, norm,
-                                max_norm, clip_eps, beta1, beta2, eps, weight_decay),
-      .remainders = param.mutable_data_ptr<int16_t>(),
-      .grad = static_cast<const __nv_bfloat16*>(grad.const_data_ptr()),
-      .low = static_cast<__nv_bfloat16*>(param_low.mutable_data_ptr())};
-  adam::check_blocks(kOp, source.params, tiles.size(0));
-  cast_weights(kOp, source, param_low, tiles, scale, amax, saturated, values, transposes);
+}  // namespace
+
+void adam::update_and_cast(const char* op, const Params& params, const Tensor& param,
+                           const Tensor& grad, const Tensor& low, const WeightCast& cast) {
+  check_aligned(op, "grad", grad, sizeof(Quad<__nv_bfloat16>));
+  check_aligned(op, "param_low", low, sizeof(Quad<__nv_bfloat16>));
+  const Updated source{.params = params,
+                       .remainders = param.mutable_data_ptr<int16_t>(),
+                       .grad = static_cast<const __nv_bfloat16*>(grad.const_data_ptr()),
+                       .low = static_cast<__nv_bfloat16*>(low.mutable_data_ptr())};
+  check_blocks(op, params, cast.tiles.size(0));
+  cast_weights(op, source, low, cast);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
-  m.impl("fp8_weights", TORCH_BOX(&fp8_weights));
-  m.impl("fp8_adam_step", TORCH_BOX(&fp8_adam_step));
-}
+namespace {
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("fp8_weights", TORCH_BOX(&fp8_weights)); }
 
 }  // namespace
 }  // namespace lightseq

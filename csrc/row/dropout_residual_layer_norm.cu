@@ -4,7 +4,7 @@
 //   sum = residual + dropout(x + bias)
 //   y   = (sum - mean) * rstd * gamma + beta       mean and variance over a row's columns
 //
-//   values, transpose = y / scale in E4M3, if wanted (fp8_dropout_residual_layer_norm_fwd)
+//   values, transpose = y / scale in E4M3, with a cast
 //
 //   saved for backward   sum (rounded), and mean and rstd (of the sum before rounding)
 //   bytes moved          x, residual, sum and y, each once
@@ -19,7 +19,7 @@
 // directly to registers, prefetches the weights before the previous kernel has ended, and lets the
 // next kernel start. Teams and the order of sums are the same, so a row has the same bits.
 //
-// With fp8 results there is only the first kernel, because training has many rows.
+// With a cast there is only the first kernel, because training has many rows.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -222,12 +222,12 @@ __global__ void __launch_bounds__(kBlockThreads, kSideBySide<T>)
       [](int, float (&)[kColumnsPerDraw]) {});
 }
 
-// Inputs of forward that the ops share. cast: null if y is not cast.
+// cast: Cast::values is null if y is not cast.
 template <typename T>
 struct FwdLaunch {
   const char* op;
   FwdParams<T> params;
-  const Cast* cast;
+  Cast cast;
   int64_t rows;
   int32_t device;
 
@@ -250,13 +250,13 @@ struct FwdLaunch {
       if (!chunks_fit<S, Queue>(kernel, device)) return many<typename S::SmallChunks, true>();
     }
     params.rows = share_out<S, kCasts, Queue, 0>(kernel, rows, device);
-    start(kernel, S::kThreads, S::kTeams, kCasts ? *cast : Cast{});
+    start(kernel, S::kThreads, S::kTeams, cast);
   }
 
   template <typename S>
   void run() {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      if (cast != nullptr) return many<S, true>();
+      if (cast.values != nullptr) return many<S, true>();
     }
     const int64_t of_multiprocessor = blocks_for(rows, resident_blocks(device, 1));
     const int64_t side_by_side = blocks_for(of_multiprocessor, S::kTeams);
@@ -267,13 +267,14 @@ struct FwdLaunch {
   }
 };
 
-using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-// keeps_y: whether y is stored, if there is LayerNorm. cast: null if y is not cast.
-Outputs forward(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
-                const std::optional<Tensor>& residual, const std::optional<Tensor>& gamma,
-                const std::optional<Tensor>& beta, double p, const Tensor& rng, int64_t site,
-                double eps, bool keeps_y, const Cast* cast) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dropout_residual_layer_norm_fwd(
+    const Tensor& x, std::optional<Tensor> bias, std::optional<Tensor> residual,
+    std::optional<Tensor> gamma, std::optional<Tensor> beta, double p, const Tensor& rng,
+    int64_t site, double eps, bool keep_y, std::optional<Tensor> cast_scale,
+    std::optional<Tensor> cast_amax, std::optional<Tensor> cast_saturated) {
+  constexpr const char* op = "dropout_residual_layer_norm_fwd";
+  const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
+  if (scalars.are_given()) check_cast(op, "x", x);
   check_rows(op, "x", x);
   check_optional_rows(op, "residual", residual);
   check_optional_rows(op, "bias", bias);
@@ -284,10 +285,12 @@ Outputs forward(const char* op, const Tensor& x, const std::optional<Tensor>& bi
   const bool makes_sum = bias.has_value() || residual.has_value() || p > 0.0;
   const bool makes_y = gamma.has_value();
   Tensor sum = empty_rows(x, makes_sum);
-  Tensor y = empty_rows(x, makes_y && keeps_y);
+  Tensor y = empty_rows(x, makes_y && keep_y);
   Tensor mean = allocate(x, {makes_y ? rows : 0}, ScalarType::Float);
   Tensor rstd = allocate(x, {makes_y ? rows : 0}, ScalarType::Float);
-  if (sum.numel() == 0 && mean.numel() == 0) return {sum, y, mean, rstd};
+  const CastResults results = allocate_cast(x, rows, columns, scalars);
+  const std::tuple all{sum, y, mean, rstd, results.values, results.transpose};
+  if (sum.numel() == 0 && mean.numel() == 0) return all;
 
   const int32_t device = x.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -312,40 +315,17 @@ Outputs forward(const char* op, const Tensor& x, const std::optional<Tensor>& bi
                                    .eps = static_cast<float>(eps),
                                    .drops = p > 0.0,
                                    .dropout = dropout},
-                        .cast = cast,
+                        .cast = results.cast,
                         .rows = rows,
                         .device = device};
     dispatch_shape<kFwdGroups>(columns,
                                [&](auto shape) { launch.template run<decltype(shape)>(); });
   });
-  return {sum, y, mean, rstd};
-}
-
-Outputs dropout_residual_layer_norm_fwd(const Tensor& x, std::optional<Tensor> bias,
-                                        std::optional<Tensor> residual, std::optional<Tensor> gamma,
-                                        std::optional<Tensor> beta, double p, const Tensor& rng,
-                                        int64_t site, double eps) {
-  return forward("dropout_residual_layer_norm_fwd", x, bias, residual, gamma, beta, p, rng, site,
-                 eps, true, nullptr);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fp8_dropout_residual_layer_norm_fwd(
-    const Tensor& x, std::optional<Tensor> bias, std::optional<Tensor> residual,
-    const Tensor& gamma, const Tensor& beta, double p, const Tensor& rng, int64_t site, double eps,
-    bool keep_y, const Tensor& scale, Tensor amax, Tensor saturated) {
-  const char* const op = "fp8_dropout_residual_layer_norm_fwd";
-  check_cast(op, "x", x);
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
-  const auto casts = allocate_cast(x, x.size(0), x.size(1));
-  const Cast cast = cast_into(casts, scale, amax, saturated);
-  const auto outputs =
-      forward(op, x, bias, residual, gamma, beta, p, rng, site, eps, keep_y, &cast);
-  return std::tuple_cat(outputs, casts);
+  return all;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("dropout_residual_layer_norm_fwd", TORCH_BOX(&dropout_residual_layer_norm_fwd));
-  m.impl("fp8_dropout_residual_layer_norm_fwd", TORCH_BOX(&fp8_dropout_residual_layer_norm_fwd));
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 //   dresidual = rstd * (g - mean(g) - n * mean(g * n)) + dsum
 //               where g = dy * gamma, n = (sum - mean) * rstd, and mean(.) is over a row
 //   dx        = dropout(dresidual)                 forward's dropout bits, generated again
-//   values, transpose = dx / scale in E4M3, in place of dx (fp8_dropout_residual_layer_norm_bwd)
+//   values, transpose = dx / scale in E4M3, with a cast; dx itself is not written then
 //   dgamma, dbeta, dbias = column sums of dy * n, dy, dx
 //
 //   bytes moved     dy, dsum, sum, dresidual and dx, each once; three rows of sums per block
@@ -289,15 +289,15 @@ void launch_bwd(const char* op, BwdParams<T> params, const Tensor& grad, const G
   if (sums) add_partials(partials, gradients, accumulate, stream);
 }
 
-// What the ops share: dx and dresidual. cast: if dx is cast, which then is empty; otherwise null.
-std::tuple<Tensor, Tensor> backward(const char* op, const std::optional<Tensor>& dy,
-                                    const std::optional<Tensor>& dsum, const Tensor& sum,
-                                    const std::optional<Tensor>& gamma, const Tensor& mean,
-                                    const Tensor& rstd, double p, const Tensor& rng, int64_t site,
-                                    const std::optional<Tensor>& dgamma,
-                                    const std::optional<Tensor>& dbeta,
-                                    const std::optional<Tensor>& dbias, bool accumulate,
-                                    const Cast* cast) {
+// dx, dresidual and the transpose of dx. With a cast, dx is its values.
+std::tuple<Tensor, Tensor, Tensor> dropout_residual_layer_norm_bwd(
+    std::optional<Tensor> dy, std::optional<Tensor> dsum, const Tensor& sum,
+    std::optional<Tensor> gamma, const Tensor& mean, const Tensor& rstd, double p,
+    const Tensor& rng, int64_t site, std::optional<Tensor> dgamma, std::optional<Tensor> dbeta,
+    std::optional<Tensor> dbias, bool accumulate, std::optional<Tensor> cast_scale,
+    std::optional<Tensor> cast_amax, std::optional<Tensor> cast_saturated) {
+  constexpr const char* op = "dropout_residual_layer_norm_bwd";
+  const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
   require(dy.has_value() || dsum.has_value(), op, ": one of dy and dsum must be given");
   check_optional_rows(op, "dy", dy);
   check_optional_rows(op, "dsum", dsum);
@@ -312,9 +312,11 @@ std::tuple<Tensor, Tensor> backward(const char* op, const std::optional<Tensor>&
     gradients.of[1] = gradient_of(op, "dbeta", dbeta);
   }
   const Tensor& grad = dy.has_value() ? *dy : *dsum;
+  if (scalars.are_given()) check_cast(op, dy.has_value() ? "dy" : "dsum", grad);
   const int64_t columns = grad.size(1);
   check_width(op, columns);
-  Tensor dx = empty_rows(grad, p > 0.0 && cast == nullptr);
+  const CastResults results = allocate_cast(grad, grad.size(0), columns, scalars);
+  Tensor dx = empty_rows(grad, p > 0.0 && !scalars.are_given());
   Tensor dresidual = empty_rows(grad, true);
 
   const torch::stable::accelerator::DeviceGuard guard(grad.get_device());
@@ -348,41 +350,14 @@ std::tuple<Tensor, Tensor> backward(const char* op, const std::optional<Tensor>&
         }
       };
       if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-        if (cast != nullptr) {
-          return run(std::integral_constant<BwdKind, BwdKind::kCasts>{}, *cast);
+        if (results.cast.values != nullptr) {
+          return run(std::integral_constant<BwdKind, BwdKind::kCasts>{}, results.cast);
         }
       }
       run(std::integral_constant<BwdKind, BwdKind::kPlain>{}, {});
     });
   });
-  return {dx, dresidual};
-}
-
-std::tuple<Tensor, Tensor> dropout_residual_layer_norm_bwd(
-    std::optional<Tensor> dy, std::optional<Tensor> dsum, const Tensor& sum,
-    std::optional<Tensor> gamma, const Tensor& mean, const Tensor& rstd, double p,
-    const Tensor& rng, int64_t site, std::optional<Tensor> dgamma, std::optional<Tensor> dbeta,
-    std::optional<Tensor> dbias, bool accumulate) {
-  return backward("dropout_residual_layer_norm_bwd", dy, dsum, sum, gamma, mean, rstd, p, rng, site,
-                  dgamma, dbeta, dbias, accumulate, nullptr);
-}
-
-std::tuple<Tensor, Tensor, Tensor> fp8_dropout_residual_layer_norm_bwd(
-    std::optional<Tensor> dy, std::optional<Tensor> dsum, const Tensor& sum,
-    std::optional<Tensor> gamma, const Tensor& mean, const Tensor& rstd, double p,
-    const Tensor& rng, int64_t site, std::optional<Tensor> dgamma, std::optional<Tensor> dbeta,
-    std::optional<Tensor> dbias, bool accumulate, const Tensor& scale, Tensor amax,
-    Tensor saturated) {
-  const char* const op = "fp8_dropout_residual_layer_norm_bwd";
-  require(dy.has_value() || dsum.has_value(), op, ": one of dy and dsum must be given");
-  const Tensor& grad = dy.has_value() ? *dy : *dsum;
-  check_cast(op, dy.has_value() ? "dy" : "dsum", grad);
-  const torch::stable::accelerator::DeviceGuard guard(grad.get_device());
-  const auto casts = allocate_cast(grad, grad.size(0), grad.size(1));
-  const Cast cast = cast_into(casts, scale, amax, saturated);
-  const auto [dx, dresidual] = backward(op, dy, dsum, sum, gamma, mean, rstd, p, rng, site, dgamma,
-                                        dbeta, dbias, accumulate, &cast);
-  return {std::get<0>(casts), std::get<1>(casts), dresidual};
+  return {scalars.are_given() ? results.values : dx, dresidual, results.transpose};
 }
 
 Tensor embedding_layer_norm_bwd(const Tensor& dy, const Tensor& x, const Tensor& gamma,
@@ -426,7 +401,6 @@ Tensor embedding_layer_norm_bwd(const Tensor& dy, const Tensor& x, const Tensor&
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("embedding_layer_norm_bwd", TORCH_BOX(&embedding_layer_norm_bwd));
   m.impl("dropout_residual_layer_norm_bwd", TORCH_BOX(&dropout_residual_layer_norm_bwd));
-  m.impl("fp8_dropout_residual_layer_norm_bwd", TORCH_BOX(&fp8_dropout_residual_layer_norm_bwd));
 }
 
 }  // namespace

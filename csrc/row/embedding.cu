@@ -2,8 +2,8 @@
 //
 //   y[t] = dropout(norm(scale * weight[token[t]] + position_weight[position[t]]))
 //
-// norm is LayerNorm in embedding_layer_norm_fwd, and the identity in embedding_fwd. The variants
-// for fp8 also cast y, rounded to bfloat16, to E4M3 (common/fp8_cast.cuh):
+// norm is LayerNorm in embedding_layer_norm_fwd, and the identity in embedding_fwd. With a cast, y
+// is rounded to bfloat16 and then cast to E4M3 (common/fp8_cast.cuh):
 //
 //   values [T, C] = y / scale of the cast
 //
@@ -24,7 +24,6 @@
 #include <cassert>
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <type_traits>
 
@@ -273,23 +272,28 @@ void check_lookup(const char* op, const Tensor& weight,
   require(rng.is_contiguous(), op, ": rng must be contiguous");
 }
 
-// Cast::values is null if no cast is wanted.
-Tensor look_up(const char* op, const Tensor& tokens, const Tensor& weight,
-               const std::optional<Tensor>& positions, const std::optional<Tensor>& position_weight,
-               double scale, double p, const Tensor& rng, int64_t site, const Cast& cast) {
+std::tuple<Tensor, Tensor> embedding_fwd(const Tensor& tokens, const Tensor& weight,
+                                         const std::optional<Tensor>& positions,
+                                         const std::optional<Tensor>& position_weight, double scale,
+                                         double p, const Tensor& rng, int64_t site,
+                                         std::optional<Tensor> cast_scale,
+                                         std::optional<Tensor> cast_amax,
+                                         std::optional<Tensor> cast_saturated) {
+  constexpr const char* op = "embedding_fwd";
   check_lookup(op, weight, position_weight, rng);
   const int64_t rows = tokens.size(0), columns = weight.size(1);
+  const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
+  const CastResults results = allocate_cast(weight, rows, columns, scalars, CastOf::kValues);
   Tensor y = allocate(weight, {rows, columns});
   const int32_t device = weight.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const std::string what = std::string(op) + ": weight";
-  dispatch_float(weight.scalar_type(), what.c_str(), [&](auto zero) {
+  dispatch_float(weight.scalar_type(), "embedding_fwd: weight", [&](auto zero) {
     using T = decltype(zero);
     if (y.numel() == 0) return;
     const Lookup<T> lookup =
         lookup_of<T>(op, tokens, weight, positions, position_weight, scale, p, rng, site);
     const dim3 grid(blocks_for(rows, kWarps * kTokens), blocks_for(columns, kSlab));
-    dispatch_cast<T>(cast, [&](auto is_cast) {
+    dispatch_cast<T>(results.cast, [&](auto is_cast) {
       constexpr bool kCasts = decltype(is_cast)::value;
       const auto kernel =
           p > 0.0 ? embedding_fwd_kernel<T, true, kCasts> : embedding_fwd_kernel<T, false, kCasts>;
@@ -298,29 +302,32 @@ Tensor look_up(const char* op, const Tensor& tokens, const Tensor& weight,
               .block = kBlock,
               .stream = current_stream(device),
               .dependent = true},
-             kernel, lookup, static_cast<T*>(y.mutable_data_ptr()), cast);
+             kernel, lookup, static_cast<T*>(y.mutable_data_ptr()), results.cast);
     });
   });
-  return y;
+  return {y, results.values};
 }
 
-std::tuple<Tensor, Tensor, Tensor> look_up_and_normalise(
-    const char* op, const Tensor& tokens, const Tensor& weight,
-    const std::optional<Tensor>& positions, const std::optional<Tensor>& position_weight,
-    const Tensor& gamma, const Tensor& beta, double scale, double p, const Tensor& rng,
-    int64_t site, double eps, const Cast& cast) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
+    const Tensor& tokens, const Tensor& weight, const std::optional<Tensor>& positions,
+    const std::optional<Tensor>& position_weight, const Tensor& gamma, const Tensor& beta,
+    double scale, double p, const Tensor& rng, int64_t site, double eps,
+    std::optional<Tensor> cast_scale, std::optional<Tensor> cast_amax,
+    std::optional<Tensor> cast_saturated) {
+  constexpr const char* op = "embedding_layer_norm_fwd";
   check_lookup(op, weight, position_weight, rng);
   check_rows(op, "gamma", gamma);
   check_rows(op, "beta", beta);
   const int64_t rows = tokens.size(0), columns = weight.size(1);
+  const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
+  const CastResults results = allocate_cast(weight, rows, columns, scalars, CastOf::kValues);
   check_width(op, columns);
   Tensor y = allocate(weight, {rows, columns});
   Tensor mean = allocate(weight, {rows}, ScalarType::Float);
   Tensor rstd = allocate(weight, {rows}, ScalarType::Float);
   const int32_t device = weight.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const std::string what = std::string(op) + ": weight";
-  dispatch_float(weight.scalar_type(), what.c_str(), [&](auto zero) {
+  dispatch_float(weight.scalar_type(), "embedding_layer_norm_fwd: weight", [&](auto zero) {
     using T = decltype(zero);
     if (y.numel() == 0) return;
     const Lookup<T> lookup =
@@ -333,76 +340,23 @@ std::tuple<Tensor, Tensor, Tensor> look_up_and_normalise(
                        .eps = static_cast<float>(eps)};
     dispatch_shape<kNormGroups>(columns, [&](auto shape) {
       using S = decltype(shape);
-      dispatch_cast<T>(cast, [&](auto is_cast) {
+      dispatch_cast<T>(results.cast, [&](auto is_cast) {
         launch({.op = op,
                 .grid = static_cast<unsigned>(blocks_for(rows, S::kTeams)),
                 .block = dim3(S::kThreads, S::kTeams),
                 .stream = current_stream(device),
                 .dependent = true},
                embedding_layer_norm_fwd_kernel<T, S, decltype(is_cast)::value>, lookup, norm,
-               static_cast<T*>(y.mutable_data_ptr()), cast);
+               static_cast<T*>(y.mutable_data_ptr()), results.cast);
       });
     });
   });
-  return {y, mean, rstd};
-}
-
-Tensor embedding_fwd(const Tensor& tokens, const Tensor& weight,
-                     const std::optional<Tensor>& positions,
-                     const std::optional<Tensor>& position_weight, double scale, double p,
-                     const Tensor& rng, int64_t site) {
-  return look_up("embedding_fwd", tokens, weight, positions, position_weight, scale, p, rng, site,
-                 {});
-}
-
-std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
-    const Tensor& tokens, const Tensor& weight, const std::optional<Tensor>& positions,
-    const std::optional<Tensor>& position_weight, const Tensor& gamma, const Tensor& beta,
-    double scale, double p, const Tensor& rng, int64_t site, double eps) {
-  return look_up_and_normalise("embedding_layer_norm_fwd", tokens, weight, positions,
-                               position_weight, gamma, beta, scale, p, rng, site, eps, {});
-}
-
-// Memory for the values of y.
-std::tuple<Tensor, Tensor> allocate_values(const char* op, const Tensor& tokens,
-                                           const Tensor& weight) {
-  require_fp8(op, weight.get_device());
-  require(weight.scalar_type() == ScalarType::BFloat16, op, ": weight must be bfloat16");
-  const torch::stable::accelerator::DeviceGuard guard(weight.get_device());
-  return allocate_cast(weight, tokens.size(0), weight.size(1), CastOf::kValues);
-}
-
-std::tuple<Tensor, Tensor> fp8_embedding_fwd(const Tensor& tokens, const Tensor& weight,
-                                             const std::optional<Tensor>& positions,
-                                             const std::optional<Tensor>& position_weight,
-                                             double scale, double p, const Tensor& rng,
-                                             int64_t site, const Tensor& y_scale, Tensor amax,
-                                             Tensor saturated) {
-  constexpr const char* kOp = "fp8_embedding_fwd";
-  const auto results = allocate_values(kOp, tokens, weight);
-  const Cast cast = cast_into(results, y_scale, amax, saturated);
-  return {look_up(kOp, tokens, weight, positions, position_weight, scale, p, rng, site, cast),
-          std::get<0>(results)};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_embedding_layer_norm_fwd(
-    const Tensor& tokens, const Tensor& weight, const std::optional<Tensor>& positions,
-    const std::optional<Tensor>& position_weight, const Tensor& gamma, const Tensor& beta,
-    double scale, double p, const Tensor& rng, int64_t site, double eps, const Tensor& y_scale,
-    Tensor amax, Tensor saturated) {
-  constexpr const char* kOp = "fp8_embedding_layer_norm_fwd";
-  const auto results = allocate_values(kOp, tokens, weight);
-  const Cast cast = cast_into(results, y_scale, amax, saturated);
-  return std::tuple_cat(look_up_and_normalise(kOp, tokens, weight, positions, position_weight,
-                                              gamma, beta, scale, p, rng, site, eps, cast),
-                        std::make_tuple(std::get<0>(results)));
+  return {y, mean, rstd, results.values};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("embedding_fwd", TORCH_BOX(&embedding_fwd));
   m.impl("embedding_layer_norm_fwd", TORCH_BOX(&embedding_layer_norm_fwd));
-  m.impl("fp8_embedding_fwd", TORCH_BOX(&fp8_embedding_fwd));
-  m.impl("fp8_embedding_layer_norm_fwd", TORCH_BOX(&fp8_embedding_layer_norm_fwd));
 }
 
 }  // namespace

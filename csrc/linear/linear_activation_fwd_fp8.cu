@@ -8,7 +8,7 @@
 //   saved for backward   the slope; for ReLU nothing, because it follows from y
 //   bytes moved          x and W several times, from L2; values, transpose and slope once
 //   determinism          in one kernel, sums have a fixed order, which depends only on C; otherwise
-//                        see fp8_linear.cu
+//                        see linear_fp8.cu
 //
 // On GPUs of compute capability 9.0, if there are enough tiles, one kernel computes y and the slope
 // from the sums in registers (fp8_tile_product.cuh). Another warp stores them by TMA while
@@ -16,12 +16,10 @@
 // second kernel reads it.
 
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <type_traits>
 
@@ -32,8 +30,8 @@
 #include "common/optional.h"
 #include "common/ptx/wgmma.cuh"
 #include "linear/activation.cuh"
-#include "linear/fp8_ops.h"
 #include "linear/fp8_tile_product.cuh"
+#include "linear/ops.h"
 
 namespace lightseq {
 namespace {
@@ -41,7 +39,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr const char* kOp = "fp8_linear_activation_fwd";
+constexpr const char* kOp = "linear_activation_fwd";
 
 struct Params {
   TileProduct product;
@@ -178,44 +176,39 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
 #endif
 }
 
-using Results = std::tuple<Tensor, Tensor, Tensor>;  // values, transpose and slope
+}  // namespace
 
 // x [T, C], weight [F, C] in E4M3, bias [F] -> values [T, F], transpose [F, P] and slope [T, F],
 // which is empty for ReLU, or if need_slope is false.
-Results fp8_linear_activation_fwd(const Tensor& x, const Tensor& x_scale, const Tensor& weight,
-                                  const Tensor& weight_scale, const Tensor& bias,
-                                  std::string activation, double p, const Tensor& rng, int64_t site,
-                                  bool need_slope, const Tensor& scale, Tensor amax,
-                                  Tensor saturated) {
-  const Activation which = activation_of(kOp, activation);
+std::tuple<Tensor, Tensor, Tensor> fp8_linear_activation_fwd(
+    const Operand& of_x, const Operand& of_weight, const Tensor& bias, Activation which,
+    const DropoutFactors& dropout, bool need_slope, const CastScalars& scalars) {
+  const Tensor &x = of_x.values.value(), &weight = of_weight.values.value();
   const int32_t device = x.get_device();
-  require_fp8(kOp, device);
   check_rows(kOp, "x", x);
   check_rows(kOp, "weight", weight);
   check_rows(kOp, "bias", bias);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const int64_t rows = x.size(0), columns = weight.size(0);
-  const auto results = allocate_cast(x, rows, columns);
+  const CastResults results = allocate_cast(x, rows, columns, scalars);
   const Tensor slope = need_slope && has_slope(which)
                            ? allocate(x, {rows, columns}, ScalarType::Byte)
                            : allocate(x, {0}, ScalarType::Byte);
-  const Cast cast = cast_into(results, scale, amax, saturated);
-  const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
-  const Results all{std::get<0>(results), std::get<1>(results), slope};
+  const std::tuple all{results.values, results.transpose, slope};
   if (rows == 0) return all;
   const std::optional<TileProduct> product = fp8_tile_product(Matrix(x), Matrix(weight), device);
   if (!product.has_value()) {
-    const Tensor z = fp8_linear_fwd(x, x_scale, weight, weight_scale, std::nullopt);
-    fp8_activation_fwd(kOp, z, bias, which, dropout, slope, cast);
+    const Tensor z = fp8_linear_fwd(of_x, of_weight, std::nullopt);
+    fp8_activation_fwd(kOp, z, bias, which, dropout, slope, results.cast);
     return all;
   }
   const Params params{.product = *product,
                       .results = CastMaps(results),
-                      .x_scale = x_scale.const_data_ptr<float>(),
-                      .weight_scale = weight_scale.const_data_ptr<float>(),
+                      .x_scale = of_x.scale->const_data_ptr<float>(),
+                      .weight_scale = of_weight.scale->const_data_ptr<float>(),
                       .bias = data_of<__nv_bfloat16>(bias),
                       .slope = output_of<uint8_t>(slope),
-                      .cast = cast,
+                      .cast = results.cast,
                       .dropout = dropout};
   const auto start = [&](auto chosen, auto drops) {
     launch({.op = kOp,
@@ -234,9 +227,4 @@ Results fp8_linear_activation_fwd(const Tensor& x, const Tensor& x_scale, const 
   return all;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
-  m.impl("fp8_linear_activation_fwd", TORCH_BOX(&fp8_linear_activation_fwd));
-}
-
-}  // namespace
 }  // namespace lightseq

@@ -18,7 +18,6 @@
 //   determinism          as linear.cu
 
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -26,8 +25,8 @@
 
 #include "common/check.h"
 #include "common/device.h"
-#include "linear/fp8_ops.h"
 #include "linear/matmul.h"
+#include "linear/ops.h"
 
 namespace lightseq {
 namespace {
@@ -50,9 +49,10 @@ const float* scale_of(const char* op, const char* name, const Tensor& scale) {
 
 }  // namespace
 
-Tensor fp8_linear_fwd(const Tensor& x, const Tensor& x_scale, const Tensor& weight,
-                      const Tensor& weight_scale, std::optional<Tensor> bias) {
-  constexpr const char* kOp = "fp8_linear_fwd";
+Tensor fp8_linear_fwd(const Operand& of_x, const Operand& of_weight,
+                      const std::optional<Tensor>& bias) {
+  constexpr const char* kOp = "linear_fwd";
+  const Tensor &x = of_x.values.value(), &weight = of_weight.values.value();
   require_fp8(kOp, x.get_device());
   require(weight.numel() > 0, kOp, ": weight must not be empty");
   if (bias) check_rows(kOp, "bias", *bias);
@@ -65,20 +65,17 @@ Tensor fp8_linear_fwd(const Tensor& x, const Tensor& x_scale, const Tensor& weig
             .b = matrix_of(kOp, "weight", weight),
             .transpose_b = true,
             .bias = bias ? bias->const_data_ptr() : nullptr,
-            .a_scale = scale_of(kOp, "x_scale", x_scale),
-            .b_scale = scale_of(kOp, "weight_scale", weight_scale)},
+            .a_scale = scale_of(kOp, "x_scale", *of_x.scale),
+            .b_scale = scale_of(kOp, "weight_scale", *of_weight.scale)},
            current_stream(x.get_device()));
   return y;
 }
 
-namespace {
-
-Tensor fp8_linear_bwd(const Tensor& dy, const Tensor& dy_transpose, const Tensor& dy_scale,
-                      const Tensor& x_transpose, const Tensor& x_scale,
-                      const Tensor& weight_transpose, const Tensor& weight_scale,
+Tensor fp8_linear_bwd(const Operand& of_dy, const Operand& of_x, const Operand& of_weight,
                       std::optional<Tensor> dweight, std::optional<Tensor> onto, bool accumulate,
                       bool need_dx) {
-  constexpr const char* kOp = "fp8_linear_bwd";
+  constexpr const char* kOp = "linear_bwd";
+  const Tensor &dy = of_dy.values.value(), &weight_transpose = of_weight.transpose.value();
   require_fp8(kOp, dy.get_device());
   require(weight_transpose.numel() > 0, kOp, ": weight_transpose must not be empty");
   const int64_t tokens = dy.size(0), inputs = weight_transpose.size(0);
@@ -91,14 +88,15 @@ Tensor fp8_linear_bwd(const Tensor& dy, const Tensor& dy_transpose, const Tensor
   }
   cudaStream_t stream = current_stream(dy.get_device());
   if (dweight) {
+    const Tensor& dy_transpose = of_dy.transpose.value();
     multiply({.op = kOp,
               .out = matrix_of(kOp, "dweight", *dweight),
               .a = matrix_of(kOp, "dy_transpose", dy_transpose),
-              .b = matrix_of(kOp, "x_transpose", x_transpose),
+              .b = matrix_of(kOp, "x_transpose", of_x.transpose.value()),
               .transpose_b = true,
               .accumulate = accumulate,
-              .a_scale = scale_of(kOp, "dy_scale", dy_scale),
-              .b_scale = scale_of(kOp, "x_scale", x_scale),
+              .a_scale = scale_of(kOp, "dy_scale", *of_dy.scale),
+              .b_scale = scale_of(kOp, "x_scale", *of_x.scale),
               .tokens = dy_transpose.size(1)},
              stream);
   }
@@ -109,17 +107,11 @@ Tensor fp8_linear_bwd(const Tensor& dy, const Tensor& dy_transpose, const Tensor
               .b = matrix_of(kOp, "weight_transpose", weight_transpose),
               .transpose_b = true,
               .accumulate = onto.has_value(),
-              .a_scale = scale_of(kOp, "dy_scale", dy_scale),
-              .b_scale = scale_of(kOp, "weight_scale", weight_scale)},
+              .a_scale = scale_of(kOp, "dy_scale", *of_dy.scale),
+              .b_scale = scale_of(kOp, "weight_scale", *of_weight.scale)},
              stream);
   }
   return dx;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
-  m.impl("fp8_linear_fwd", TORCH_BOX(&fp8_linear_fwd));
-  m.impl("fp8_linear_bwd", TORCH_BOX(&fp8_linear_bwd));
-}
-
-}  // namespace
 }  // namespace lightseq

@@ -4,12 +4,12 @@
 //   dz      [T, F]     = (dy W) slope / (1 - p)    values and transpose [F, P] in E4M3
 //   dbias   [F]    (+)= column sum of dz before the cast
 //
-// The slope comes from forward (fp8_linear_activation_fwd.cu). For ReLU it is 1 where y is positive
+// The slope comes from forward (linear_activation_fwd_fp8.cu). For ReLU it is 1 where y is positive
 // or NaN, else 0; y is read in E4M3 from its transpose, which a product also reads.
 //
 //   bytes moved   dy and W several times, from L2; the slope or y, values and transpose once
 //   determinism   in one kernel, sums have a fixed order, which depends only on N, and for dbias
-//                 also on T; otherwise see fp8_linear.cu
+//                 also on T; otherwise see linear_fp8.cu
 //
 // On GPUs of compute capability 9.0, if there are enough tiles, one kernel computes dz from the
 // sums in registers (fp8_tile_product.cuh). Another warp loads the tile of the slope or of y
@@ -18,7 +18,6 @@
 // consumers. Otherwise the product writes dy W, rounded to bfloat16, and a second kernel reads it.
 
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
@@ -31,8 +30,8 @@
 #include "common/launch.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "linear/fp8_ops.h"
 #include "linear/fp8_tile_product.cuh"
+#include "linear/ops.h"
 #include "linear/slope.cuh"
 
 namespace lightseq {
@@ -41,7 +40,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr const char* kOp = "fp8_activation_linear_bwd";
+constexpr const char* kOp = "activation_linear_bwd";
 
 struct Params {
   TileProduct product;
@@ -200,24 +199,27 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// dy [T, N], weight_transpose [F, N], y_transpose [F, P] in E4M3, slope [T, F] or none -> values
-// [T, F] and transpose [F, P] of dz. Writes dbias [F]: overwrites or accumulates.
-std::tuple<Tensor, Tensor> fp8_activation_linear_bwd(
-    const Tensor& dy, const Tensor& dy_scale, const Tensor& weight_transpose,
-    const Tensor& weight_scale, const Tensor& y_transpose, std::optional<Tensor> slope, double p,
-    std::optional<Tensor> dbias, bool accumulate, const Tensor& scale, Tensor amax,
-    Tensor saturated) {
+}  // namespace
+
+// dy [T, N], x [T, F], weight [N, F] in E4M3, slope [T, F] or none -> values [T, F] and transpose
+// [F, P] of dz. Reads the transposes of x and weight. Writes dbias [F]: overwrites or accumulates.
+std::tuple<Tensor, Tensor> fp8_activation_linear_bwd(const Operand& of_dy, const Operand& of_x,
+                                                     const Operand& of_weight,
+                                                     const std::optional<Tensor>& slope,
+                                                     float scale,
+                                                     const std::optional<Tensor>& dbias,
+                                                     bool accumulate, const CastScalars& scalars) {
+  const Tensor &dy = of_dy.values.value(), &y_transpose = of_x.transpose.value();
+  const Tensor& weight_transpose = of_weight.transpose.value();
   const int32_t device = dy.get_device();
-  require_fp8(kOp, device);
   check_rows(kOp, "dy", dy);
   check_rows(kOp, "weight_transpose", weight_transpose);
   check_rows(kOp, "y_transpose", y_transpose);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gradients gradients{{gradient_of(kOp, "dbias", dbias)}};
   const int64_t rows = dy.size(0), columns = weight_transpose.size(0);
-  const auto results = allocate_cast(dy, rows, columns);
-  Cast cast = cast_into(results, scale, amax, saturated);
-  const float factor = static_cast<float>(1.0 / (1.0 - p));
+  const CastResults results = allocate_cast(dy, rows, columns, scalars);
+  Cast cast = results.cast;
   const cudaStream_t stream = current_stream(device);
   const Matrix given(slope ? *slope : y_transpose);
   std::optional<TileProduct> product;
@@ -231,9 +233,9 @@ std::tuple<Tensor, Tensor> fp8_activation_linear_bwd(
         .product = *product,
         .given = tensor_map_of(given, slope ? kTileRows : kTileColumns),
         .results = CastMaps(results),
-        .dy_scale = dy_scale.const_data_ptr<float>(),
-        .weight_scale = weight_scale.const_data_ptr<float>(),
-        .factor = factor,
+        .dy_scale = of_dy.scale->const_data_ptr<float>(),
+        .weight_scale = of_weight.scale->const_data_ptr<float>(),
+        .factor = scale,
         .cast = cast,
     };
     const auto start = [&](auto kernel) {
@@ -248,16 +250,12 @@ std::tuple<Tensor, Tensor> fp8_activation_linear_bwd(
     slope ? start(fp8_activation_linear_bwd_kernel<true>)
           : start(fp8_activation_linear_bwd_kernel<false>);
   } else if (rows > 0) {
-    const Tensor dx = fp8_linear_fwd(dy, dy_scale, weight_transpose, weight_scale, std::nullopt);
-    fp8_activation_bwd(kOp, dx, y_transpose, slope, factor, cast);
+    const Tensor dx =
+        fp8_linear_fwd(of_dy, {.values = weight_transpose, .scale = of_weight.scale}, std::nullopt);
+    fp8_activation_bwd(kOp, dx, y_transpose, slope, scale, cast);
   }
   if (dbias.has_value()) add_partials(partials, gradients, accumulate, stream);
-  return results;
+  return {results.values, results.transpose};
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
-  m.impl("fp8_activation_linear_bwd", TORCH_BOX(&fp8_activation_linear_bwd));
-}
-
-}  // namespace
 }  // namespace lightseq
