@@ -1,4 +1,4 @@
-// Casts of a matrix to E4M3, with its transpose; ops/fp8_quantise.py has the rule. A kernel is
+// Casts of a matrix to E4M3, with its transpose; ops/casting.py has the rule. A kernel is
 // cast_kernel<Source>, or calls cast_tile(): the source says where the numbers come from.
 //
 //   values    [rows, columns]   x / scale in E4M3
