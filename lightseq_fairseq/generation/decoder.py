@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +21,12 @@ from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
 from lightseq_fairseq.layers.attention import MultiheadAttention
-from lightseq_fairseq.layers.decoder import memory_weights
-from lightseq_fairseq.layers.residual_norm import Residual, residual_norm_fwd
+from lightseq_fairseq.layers.decoder import memory_weight
+from lightseq_fairseq.layers.node import Input, apply
+from lightseq_fairseq.layers.stack import Stack, Sublayer
+from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.memory.packing import Segments, bucket_len
-from lightseq_fairseq.memory.parameters import as_one
 from lightseq_fairseq.ops.checks import trust_boundaries
 
 _KEPT = 0.1  # fraction of the GPU's memory that may stay allocated between two batches
@@ -236,9 +238,8 @@ class StepDecoder:
                 beam,
             )  # fmt: skip
 
-        def source(place: int, block: MultiheadAttention, x: Tensor) -> Tensor:
+        def source(place: int, block: MultiheadAttention, q: Tensor) -> Tensor:
             nonlocal weights
-            q = ops.linear_fwd(x, block.q_proj.weight, block.q_proj.bias)
             keys, values = memory.source[:, place].unbind(1)
             out = ops.decode_cross_attention(
                 q, keys, values, memory.cu_seqlens, slots, beam, block.num_heads, _scale(block)
@@ -251,8 +252,8 @@ class StepDecoder:
         trust_boundaries(memory.cu_seqlens, len(memory.source), len(memory.source))
         positions = memory.step.expand(rows)
         x = decoder.embed_packed(memory.tokens[:rows], positions, 1, memory.rng, 1)
-        x = _run_layers(decoder, x, memory.rng, past, source if memory.reads_source else None)
-        return x, weights
+        cross = source if memory.reads_source else None
+        return _run_layers(decoder, x, memory.rng, past, cross), weights
 
     def prefill(self, decoder: Any, slots: int, longest: int, beam: int) -> Tensor:
         """Features [T, C] of the prompts in ``memory``; writes their keys and values to the cache.
@@ -278,48 +279,57 @@ class StepDecoder:
             q, k, v = qkv.unflatten(1, (3, block.num_heads, -1)).unbind(1)
             keys[places, rows], values[places, rows] = k.flatten(1), v.flatten(1)
             heads = block.heads(segments, segments, True, memory.rng, 0)
-            return ops.attention_fwd(q, k, v, **heads.arguments(keys.shape[2]))[0].flatten(1)
+            return ops.attention_fwd(q, k, v, **heads.arguments())[0].flatten(1)
 
         x = decoder.embed_packed(tokens, positions, 1, memory.rng, 1)
         return _run_layers(decoder, x, memory.rng, prompt, None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Attention(Sublayer):
+    """attend: from the result of the first product to what the last one reads, [N, C]."""
+
+    attend: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Input, memory: Tensor | None) -> tuple[Tensor, None]:
+        projected, _ = self.first.multiply(x)
+        return self.last.multiply(Input(self.attend(projected)))[0], None
+
+
 def _run_layers(
-    decoder: Any, x: Tensor, rng: Tensor, self_attention: Callable[..., Tensor],
+    decoder: Any, x: Input, rng: Tensor, self_attention: Callable[..., Tensor],
     cross_attention: Callable[..., Tensor] | None,
 ) -> Tensor:  # fmt: skip
     """The decoder's features of embedded tokens x [N, C].
 
     self_attention: (place of the layer, its block, qkv [N, 3 * C]) -> [N, C], before the output
-    projection. cross_attention: the same with x [N, C] in place of qkv; None for a decoder without
-    a source.
+    projection. cross_attention: the same with queries [N, C] in place of qkv; None for a decoder
+    without a source.
     """
-    layers, stream = list(decoder.layers), None
-    if layers[0].normalize_before:
-        norm, stream = layers[0].self_attn_layer_norm, x
-        x = ops.dropout_residual_layer_norm_fwd(
-            x, None, None, norm.weight, norm.bias, ops.Dropout(0.0, rng, 0), norm.eps
-        )[1]
-    for place, layer in enumerate(layers):
-        last = place + 1 == len(layers)
-        following = decoder.layer_norm if last else layers[place + 1].self_attn_layer_norm
-        norms = layer.norms(following)
 
-        block = layer.self_attn
-        projections = (block.q_proj, block.k_proj, block.v_proj)
-        qkv = ops.linear_fwd(
-            x, as_one([p.weight for p in projections]), as_one([p.bias for p in projections])
-        )
-        out = self_attention(place, block, qkv)
-        stream, x = _close(out, x, stream, block, layer.residual(norms[0], rng, 1))
+    def sublayers(place: int, layer: Any) -> list[Sublayer]:
+        site = layer.first_site(rng)
 
+        def attention(block: Any, norm: Any, attend: Callable[..., Tensor], *read: Any) -> Sublayer:
+            return _Attention(
+                norm=norm, first=Weight.of(*read), last=Weight.of(block.out_proj, bias=False),
+                bias=block.out_proj.bias, dropout=layer.output_dropout(rng, site + 1),
+                attend=functools.partial(attend, place, block),
+            )  # fmt: skip
+
+        block, norm = layer.self_attn, layer.self_attn_layer_norm
+        parts = [attention(block, norm, self_attention, block.q_proj, block.k_proj, block.v_proj)]
         if cross_attention is not None:
-            block = layer.encoder_attn
-            out = cross_attention(place, block, x)
-            stream, x = _close(out, x, stream, block, layer.residual(norms[1], rng, 3))
+            block, norm, site = layer.encoder_attn, layer.encoder_attn_layer_norm, site + 2
+            parts += [attention(block, norm, cross_attention, block.q_proj)]
+        return [*parts, layer.feed_forward(rng, site + 2)]
 
-        stream, x = layer.feed_forward(x, stream, norms[-1], rng, 4)
-    features: Tensor = decoder.project_out(stream if x is None else x)
+    layers = list(decoder.layers)
+    stack = Stack(
+        [sublayers(place, layer) for place, layer in enumerate(layers)], decoder.layer_norm,
+        is_pre_norm=layers[0].normalize_before,
+    )  # fmt: skip
+    features: Tensor = decoder.project_out(apply(stack, x)[0].x)
     return features
 
 
@@ -333,8 +343,7 @@ def _most_kept(device: torch.device) -> float:
 
 def _keys_and_values(decoder: Any, features: Tensor) -> Tensor:
     """Cross-attention keys and values of all L layers, [T, L * 2 * C]."""
-    weight, bias = (as_one(parameters) for parameters in memory_weights(list(decoder.layers)))
-    return ops.linear_fwd(features, weight, bias)
+    return memory_weight(list(decoder.layers)).multiply(Input(features))[0]
 
 
 def _room(rows: int) -> int:
@@ -345,15 +354,6 @@ def _room(rows: int) -> int:
 
 def _scale(block: MultiheadAttention) -> float:
     return (block.out_proj.in_features // block.num_heads) ** -0.5
-
-
-def _close(
-    out: Tensor, x: Tensor, stream: Tensor | None, block: MultiheadAttention, residual: Residual
-) -> Any:
-    """Output projection, residual and LayerNorm, as in ``MultiheadAttention.self_attention``."""
-    h = ops.linear_fwd(out, block.out_proj.weight, None)
-    before = x if stream is None else stream
-    return residual_norm_fwd(h, block.out_proj.bias, before, *residual.parameters, residual)[1]
 
 
 def _cross_weights(

@@ -7,17 +7,16 @@ S = longest source, C = model width, C_enc = encoder width, H = heads.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor, nn
 
-from lightseq_fairseq.layers.attention import ColumnSlices, MultiheadAttention
-from lightseq_fairseq.layers.encoder import EncoderLayer, Following, TransformerLayer
-from lightseq_fairseq.layers.linear import linear_parts
-from lightseq_fairseq.layers.products import PLAIN, Product, product_for
-from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.layers.attention import MultiheadAttention
+from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer
+from lightseq_fairseq.layers.node import Input, apply
+from lightseq_fairseq.layers.residual_norm import Affine, Norm
+from lightseq_fairseq.layers.stack import Stack, Sublayer
+from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory.packing import Segments
-from lightseq_fairseq.memory.parameters import as_one
 
 
 class DecoderLayer(TransformerLayer):
@@ -47,32 +46,22 @@ class DecoderLayer(TransformerLayer):
         self.fc2 = nn.Linear(ffn_dim, embed_dim)
         self.final_layer_norm = nn.LayerNorm(embed_dim)
 
-    def norms(self, next_norm: nn.LayerNorm | None) -> tuple[nn.LayerNorm | None, ...]:
-        """The LayerNorm that is applied at the end of each of the three sublayers."""
-        own = (self.self_attn_layer_norm, self.encoder_attn_layer_norm, self.final_layer_norm)
-        return (*own[1:], next_norm) if self.normalize_before else own
-
-    def forward_in_stack(
-        self, x: Tensor, stream: Tensor | None, memory: Tensor, slices: ColumnSlices,
-        target: Segments, source: Segments, rng: Tensor, following: Following,
-        causal: bool = True, need_weights: bool = False,
-    ) -> tuple[Any, Any, Tensor | None]:  # fmt: skip
-        """One layer of a stack, see ``EncoderLayer.forward_in_stack``.
-
-        memory: [T_src, 2 * C], keys and values of the cross attention. The third result is
-        ``MultiheadAttention.cross_weights`` with ``need_weights``, else None.
-        """
-        norms = self.norms(following.norm)
-        heads = self.self_attn.heads(target, target, causal, rng, self.first_site(rng))
-        reader = PLAIN if need_weights else self.encoder_attn.query_product
-        residual = self.residual(norms[0], rng, 1, reader)
-        stream, x = self.self_attn.self_attention(x, stream, heads, residual)
-        heads = self.encoder_attn.heads(target, source, False, rng, self.first_site(rng) + 2)
-        weights = self.encoder_attn.cross_weights(x, memory, heads) if need_weights else None
-        residual = self.residual(norms[1], rng, 3, product_for(self.fc1.weight))
-        stream, x = self.encoder_attn.cross_attention(x, stream, memory, slices, heads, residual)
-        stream, x = self.feed_forward(x, stream, norms[2], rng, 4, following.reader)
-        return x, stream, weights
+    def sublayers(
+        self, target: Segments, source: Segments, rng: Tensor, causal: bool, memory: Weight,
+        place: int,
+    ) -> list[Sublayer]:  # fmt: skip
+        """place: of the layer in its stack, see ``memory_weight``."""
+        site = self.first_site(rng)
+        own = self.self_attn.heads(target, target, causal, rng, site)
+        cross = self.encoder_attn.heads(target, source, False, rng, site + 2)
+        norms = self.self_attn_layer_norm, self.encoder_attn_layer_norm
+        return [
+            self.self_attn.sublayer(own, norms[0], self.output_dropout(rng, site + 1)),
+            self.encoder_attn.sublayer(
+                cross, norms[1], self.output_dropout(rng, site + 3), memory, place
+            ),
+            self.feed_forward(rng, site + 4),
+        ]
 
     def forward(
         self, x: Tensor, encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor
@@ -81,11 +70,15 @@ class DecoderLayer(TransformerLayer):
         return run_decoder([self], None, x, encoder_out, target, source, rng)
 
 
-def memory_weights(layers: Iterable[DecoderLayer]) -> tuple[list[Tensor], list[Tensor]]:
-    """Key and value weights, and biases, of all cross attentions, in the order of their GEMM."""
+def _memory(layers: Iterable[DecoderLayer]) -> list[nn.Linear]:
+    """Key and value projections of all cross attentions, in the order of their GEMM."""
     blocks = [layer.encoder_attn for layer in layers]
-    projections = [p for block in blocks for p in (block.k_proj, block.v_proj)]
-    return [p.weight for p in projections], [p.bias for p in projections]
+    return [p for block in blocks for p in (block.k_proj, block.v_proj)]
+
+
+def memory_weight(layers: Iterable[DecoderLayer]) -> Weight:
+    """By which one product makes keys and values [T_src, 2 * C] of all layers, side by side."""
+    return Weight.of(*_memory(layers))
 
 
 def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Tensor]]:
@@ -105,8 +98,10 @@ def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Ten
     for layer in stack:
         parts = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
         groups += [[part.weight for part in parts], [part.bias for part in parts]]
-    memory = memory_weights(layer for layer in stack if isinstance(layer, DecoderLayer))
-    return [*groups, *(group for group in memory if group)]
+    memory = _memory(layer for layer in stack if isinstance(layer, DecoderLayer))
+    if memory:
+        groups += [[p.weight for p in memory], [p.bias for p in memory]]
+    return groups
 
 
 def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Tensor]]:
@@ -123,25 +118,8 @@ def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[
         if isinstance(layer, DecoderLayer):
             linears += [layer.encoder_attn.q_proj, layer.encoder_attn.out_proj]
         products += [[linear.weight] for linear in linears]
-    weights, _ = memory_weights(layer for layer in stack if isinstance(layer, DecoderLayer))
-    return [*products, *([weights] if weights else [])]
-
-
-def memory_product(layers: Iterable[DecoderLayer]) -> Product:
-    """The product by which a stack of at least one layer reads the encoder's output."""
-    return product_for(as_one(memory_weights(layers)[0]))
-
-
-def project_memory(
-    layers: list[DecoderLayer], encoder_out: Tensor
-) -> tuple[tuple[Tensor, ...], ColumnSlices]:
-    """Compute keys and values of every layer's cross attention in one GEMM.
-
-    encoder_out [T_src, C_enc] -> one tensor [T_src, 2 * C] per layer, and where their gradients
-    are written.
-    """
-    memories = linear_parts(encoder_out, len(layers), *memory_weights(layers))
-    return memories, ColumnSlices(memory_product(layers))
+    memory = _memory(layer for layer in stack if isinstance(layer, DecoderLayer))
+    return [*products, *([[p.weight for p in memory]] if memory else [])]
 
 
 def run_decoder(
@@ -154,15 +132,16 @@ def run_decoder(
     causal: a target token attends only to itself and to earlier target tokens.
     checkpoint_activations: see ``run_encoder``.
     """
-    return run_decoder_with_weights(
-        layers, last_norm, x, encoder_out, target, source, rng, causal, None, checkpoint_activations
+    x_and_source = Input(x), Input(encoder_out)
+    return decode(
+        layers, last_norm, *x_and_source, target, source, rng, causal, checkpoint_activations
     )[0]
 
 
-def run_decoder_with_weights(
-    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
-    encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor, causal: bool,
-    attention_of: int | None, checkpoint_activations: bool,
+def decode(
+    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Input,
+    encoder_out: Input, target: Segments, source: Segments, rng: Tensor, causal: bool = True,
+    checkpoint_activations: bool = False, attention_of: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As ``run_decoder``; also returns the cross-attention weights of the layer ``attention_of``.
 
@@ -171,18 +150,21 @@ def run_decoder_with_weights(
     """
     stack = list(layers)
     if not stack:
-        return (x if last_norm is None else layer_norm(x, last_norm, rng)[1]), None
-    memories, slices = project_memory(stack, encoder_out)
-    stream = wanted = None
-    if stack[0].normalize_before:
-        stream, x = layer_norm(
-            x, stack[0].self_attn_layer_norm, rng, stack[0].self_attn.self_product
-        )
-    followings = (*(layer.as_following() for layer in stack[1:]), Following(last_norm))
-    for place, (layer, memory) in enumerate(zip(stack, memories, strict=True)):
-        x, stream, weights = layer.run(
-            checkpoint_activations, x, stream, memory, slices, target, source, rng,
-            followings[place], causal, place == attention_of,
-        )  # fmt: skip
-        wanted = wanted if weights is None else weights
-    return (stream if x is None else x), wanted
+        return (x if last_norm is None else apply(Norm(Affine.of(last_norm), rng), x)[0]).x, None
+    memory = memory_weight(stack)
+    sublayers = [
+        layer.sublayers(target, source, rng, causal, memory, place)
+        for place, layer in enumerate(stack)
+    ]
+    watched = None if attention_of is None else stack[attention_of].encoder_attn
+    result, *seen = apply(
+        Stack(
+            sublayers, last_norm, is_pre_norm=stack[0].normalize_before,
+            recomputes=checkpoint_activations, memory=memory,
+            watched=None if attention_of is None else sublayers[attention_of][1],
+        ), x, encoder_out,
+    )  # fmt: skip
+    if watched is None:
+        return result.x, None
+    queries_of, keys_of = seen
+    return result.x, watched.cross_weights(queries_of.x, keys_of.x, target, source)

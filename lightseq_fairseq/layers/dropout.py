@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.second_derivatives import once_differentiable
+from lightseq_fairseq.layers.node import Input, Pair, apply
+from lightseq_fairseq.memory.gradients import Gradients
+from lightseq_fairseq.ops import Dropout
 
 _numbered: tuple[int, Iterator[int]] | None = None  # within `numbered_passes`: seed, next numbers
 
@@ -48,23 +50,28 @@ def numbered_passes(seed: int) -> Iterator[None]:
         _numbered = before
 
 
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, rng: Tensor, site: int) -> Tensor:
-        ctx.save_for_backward(x, rng)
-        ctx.p, ctx.site = p, site
-        return ops.bias_activation_dropout_fwd(x, None, "identity", ops.Dropout(p, rng, site))
+class _Dropout(Pair):
+    def __init__(self, dropout: Dropout) -> None:
+        self.dropout = dropout
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, rng = ctx.saved_tensors
-        dx = ops.bias_activation_dropout_bwd(
-            dy.contiguous(), x, None, "identity", ops.Dropout(ctx.p, rng, ctx.site), None, False
-        )
-        return dx, None, None, None
+    @property
+    def others(self) -> tuple[Tensor]:
+        return (self.dropout.rng,)
+
+    def forward(self, x: Input) -> tuple[list[Input], list[Any]]:
+        y = ops.bias_activation_dropout_fwd(x.x, None, "identity", self.dropout)
+        return [Input(y)], [x.x]
+
+    def backward(
+        self, kept: list[Any], to: Gradients, needed: Sequence[bool], dy: Tensor
+    ) -> list[Tensor | None]:
+        return [
+            ops.bias_activation_dropout_bwd(
+                dy.contiguous(), kept.pop(), None, "identity", self.dropout, None, False
+            )
+        ]
 
 
 def dropout(x: Tensor, p: float, rng: Tensor, site: int) -> Tensor:
     """Dropout of x [T, C] at the rate ``p``, differentiable; rng and site: see ``ops.philox``."""
-    return x if p == 0.0 else _Dropout.apply(x, p, rng, site)
+    return x if p == 0.0 else apply(_Dropout(Dropout(p, rng, site)), Input(x))[0].x

@@ -6,6 +6,7 @@ Shapes: T = packed tokens, V = vocabulary, C = model width, P = positions.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,73 +15,82 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.dropout import dropout
-from lightseq_fairseq.layers.products import PLAIN, Product
-from lightseq_fairseq.layers.residual_norm import layer_norm
-from lightseq_fairseq.layers.second_derivatives import once_differentiable
+from lightseq_fairseq.layers.node import Input, Pair, apply
+from lightseq_fairseq.layers.residual_norm import Affine, layer_norm
 from lightseq_fairseq.layers.sites import first_site
-from lightseq_fairseq.memory.arrival import wait_for
-from lightseq_fairseq.memory.gradients import gradients_for
+from lightseq_fairseq.memory import passes
+from lightseq_fairseq.memory.gradients import Gradients
 from lightseq_fairseq.memory.packing import Segments
+from lightseq_fairseq.ops import Cast, Dropout
 
 
 @dataclass(frozen=True)
-class _LookUp:
-    """Settings of `embed`'s look-up: the arguments that are neither tables nor their indices."""
+class _LookUp(Pair):
+    """The arguments of `embed` without ``project``; see `node.Pair`."""
 
+    tokens: Tensor
+    weight: Tensor
+    positions: Tensor | None
+    position_weight: Tensor | None
     scale: float
     padding_idx: int
-    p: float
-    site: int
-    eps: float = 0.0
-    reader: Product = PLAIN
+    dropout: Dropout
+    norm: Affine | None = None
+    cast: Cast | None = None
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        tables = [x for x in (self.weight, self.position_weight) if x is not None]
+        return tables if self.norm is None else [*tables, *self.norm[:2]]
 
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, positions: Tensor | None,
-                position_weight: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
-                rng: Tensor, settings: _LookUp) -> Tensor:  # fmt: skip
-        tables = tokens, weight, positions, position_weight
-        y, mean, rstd = settings.reader.embedded(
-            *tables, gamma, beta, settings.scale, ops.Dropout(settings.p, rng, settings.site),
-            settings.eps,
+    @property
+    def others(self) -> list[Tensor]:
+        return [x for x in (self.tokens, self.positions, self.dropout.rng) if x is not None]
+
+    def forward(self) -> tuple[list[Input], list[Any]]:
+        passes.current().wait_for(self.parameters)
+        tables = self.tokens, self.weight, self.positions, self.position_weight
+        if self.norm is None:
+            y, values = ops.embedding_fwd(*tables, self.scale, self.dropout, self.cast)
+            return [Input(y, values, None, self.cast)], []
+        y, mean, rstd, values = ops.embedding_layer_norm_fwd(
+            *tables, *self.norm[:2], self.scale, self.dropout, self.norm.eps, self.cast
         )  # fmt: skip
-        ctx.save_for_backward(*tables, gamma, beta, mean, rstd, rng)
-        ctx.settings = settings
-        return y
+        return [Input(y, values, None, self.cast)], [mean, rstd]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        tokens, weight, positions, position_weight, gamma, beta, mean, rstd, rng = ctx.saved_tensors
-        settings: _LookUp = ctx.settings
-        dy, scale = dy.contiguous(), settings.scale
-        dropout, none = (ops.Dropout(p, rng, settings.site) for p in (settings.p, 0.0))
-        of_norm: tuple[Tensor | None, ...] = (None, None)
-        if gamma is not None:
+    def backward(
+        self, kept: list[Any], to: Gradients, needed: Sequence[bool], dy: Tensor
+    ) -> list[Tensor | None]:
+        dy, mask = dy.contiguous(), self.dropout
+        if self.norm is not None:
+            rstd, mean = kept.pop(), kept.pop()
             # Look x up again: this costs a kernel, but saves storing x [T, C] since forward.
-            x, _ = ops.embedding_fwd(tokens, weight, positions, position_weight, scale, none)
-            to = gradients_for(gamma, beta)
-            dy = ops.embedding_layer_norm_bwd(
-                dy, x, gamma, mean, rstd, dropout,
-                dgamma=to.tensors[0], dbeta=to.tensors[1], accumulate=to.accumulate,
+            none = mask._replace(p=0.0)
+            x, _ = ops.embedding_fwd(
+                self.tokens, self.weight, self.positions, self.position_weight, self.scale, none
+            )
+            gamma, beta, _ = self.norm
+            with to.of([gamma], [beta]) as ((dgamma, dbeta), accumulate):
+                dy = ops.embedding_layer_norm_bwd(
+                    dy, x, gamma, mean, rstd, mask, dgamma, dbeta, accumulate
+                )
+            mask = none
+        tables = [self.weight]
+        if self.position_weight is not None and self.position_weight.requires_grad:
+            tables.append(self.position_weight)
+        with to.of(*([table] for table in tables)) as (tensors, accumulate):
+            dweight, dposition = (*tensors, None)[:2]
+            ops.embedding_bwd(
+                dy, self.tokens, self.positions, self.scale, self.padding_idx, mask,
+                dweight, dposition, accumulate,
             )  # fmt: skip
-            of_norm, dropout = to.handed(), none
-        learned = ctx.needs_input_grad[3]
-        to = gradients_for(weight, *([position_weight] if learned else []))
-        dweight, dposition = to.tensors if learned else (to.tensors[0], None)
-        ops.embedding_bwd(
-            dy, tokens, positions, scale, settings.padding_idx, dropout, dweight, dposition,
-            accumulate=to.accumulate,
-        )  # fmt: skip
-        handed = to.handed()
-        return None, handed[0], None, handed[1] if learned else None, *of_norm, None, None
+        return []
 
 
 def embed(
     tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None, *,
     scale: float, padding_idx: int, p: float, rng: Tensor, site: int,
-    project: nn.Linear | None = None, norm: nn.LayerNorm | None = None, reader: Product = PLAIN,
+    project: nn.Linear | None = None, norm: nn.LayerNorm | None = None,
 ) -> Tensor:  # fmt: skip
     """dropout(norm(project(scale * weight[tokens]) + position_weight[positions])), differentiable.
 
@@ -94,28 +104,39 @@ def embed(
         site: of the dropout, see ``ops.philox``.
         project: maps the embedding width to the model width (fairseq's ``project_in_dim``).
         norm: LayerNorm before the dropout (``--layernorm-embedding``).
-        reader: a product that reads the result.
 
     Returns: [T, C].
     Source: ``TransformerEncoderBase.forward_embedding`` of fairseq.
     """
-    modules = [module for module in (project, norm) if module is not None]
-    wait_for(weight, position_weight, *(p for module in modules for p in module.parameters()))
+    return embed_and_cast(
+        tokens, weight, positions, position_weight, scale=scale, padding_idx=padding_idx,
+        p=p, rng=rng, site=site, project=project, norm=norm,
+    ).x  # fmt: skip
+
+
+def embed_and_cast(
+    tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None, *,
+    scale: float, padding_idx: int, p: float, rng: Tensor, site: int,
+    project: nn.Linear | None = None, norm: nn.LayerNorm | None = None, cast: Cast | None = None,
+) -> Input:  # fmt: skip
+    """As `embed`. cast: of the product that reads the result; not used with ``project``."""
     if project is None:  # one kernel computes everything
-        gamma, beta, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-        look_up = _LookUp(scale, padding_idx, p, site, eps, reader)
-        y: Tensor = _Embedding.apply(
-            tokens, weight, positions, position_weight, gamma, beta, rng, look_up
+        mask = Dropout(p, rng, site)
+        affine = None if norm is None else Affine.of(norm)
+        look_up = _LookUp(
+            tokens, weight, positions, position_weight, scale, padding_idx, mask, affine, cast
         )
-        return y
-    look_up = _LookUp(scale, padding_idx, 0.0, site)
-    x = _Embedding.apply(tokens, weight, None, None, None, None, rng, look_up)
+        return apply(look_up)[0]
+    none = Dropout(0.0, rng, site)
+    x = apply(_LookUp(tokens, weight, None, None, scale, padding_idx, none))[0].x
+    read = (project.weight, position_weight)
+    passes.current().wait_for(table for table in read if table is not None)
     x = nn.functional.linear(x, project.weight)
     if positions is not None and position_weight is not None:
         x = x + position_weight.index_select(0, positions)
     if norm is not None:
-        x = layer_norm(x, norm, rng)[1]
-    return dropout(x, p, rng, site)
+        x = layer_norm(x, norm, rng)
+    return Input(dropout(x, p, rng, site))
 
 
 def sinusoidal_positions(count: int, width: int, padding_idx: int) -> Tensor:

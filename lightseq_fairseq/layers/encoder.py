@@ -5,40 +5,31 @@ Shapes: T = packed tokens, C = model width, F = feed-forward width, H = heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightseq_fairseq.layers.attention import MultiheadAttention
-from lightseq_fairseq.layers.feed_forward import Activation, feed_forward
-from lightseq_fairseq.layers.products import PLAIN, Product, product_for
-from lightseq_fairseq.layers.residual_norm import Residual, layer_norm
+from lightseq_fairseq.layers.feed_forward import FeedForward
+from lightseq_fairseq.layers.node import Input, apply
+from lightseq_fairseq.layers.residual_norm import Affine, Norm
 from lightseq_fairseq.layers.sites import first_site
+from lightseq_fairseq.layers.stack import Stack, Sublayer
+from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory.packing import Segments
-
-
-class Following(NamedTuple):
-    """What follows a layer in its stack.
-
-    Attributes:
-        norm: the LayerNorm of the next layer or of the stack's end, in a pre-norm stack.
-        reader: the product that reads the layer's result.
-    """
-
-    norm: nn.LayerNorm | None
-    reader: Product = PLAIN
+from lightseq_fairseq.ops import Cast, Dropout
 
 
 class TransformerLayer(nn.Module):
-    """Common base of encoder and decoder layers: feed-forward, residuals, dropout rates."""
+    """Common base of encoder and decoder layers: feed-forward, dropout rates."""
 
     self_attn: MultiheadAttention
     self_attn_layer_norm: nn.LayerNorm
     fc1: nn.Linear
     fc2: nn.Linear
-    forward_in_stack: Callable[..., Any]
+    final_layer_norm: nn.LayerNorm
 
     def __init__(
         self, *, dropout: float, activation_dropout: float, activation: str,
@@ -52,34 +43,20 @@ class TransformerLayer(nn.Module):
         """See ``sites.first_site``."""
         return first_site(self, self.site, rng)
 
-    def run(self, checkpoint_activations: bool, *arguments: Any) -> Any:
-        """``forward_in_stack(*arguments)``; backward may run it again, see ``run_encoder``."""
-        if not checkpoint_activations:
-            return self.forward_in_stack(*arguments)
-        # Masks are functions of the rng, so the state of torch's generator need not be restored.
-        # The rng is an argument, so torch raises an error in backward if it has changed.
-        return checkpoint(
-            self.forward_in_stack, *arguments, use_reentrant=False, preserve_rng_state=False
-        )
+    def output_dropout(self, rng: Tensor, site: int) -> Dropout:
+        """The dropout of a sublayer's result."""
+        return Dropout(self.dropout if self.training else 0.0, rng, site)
 
-    def as_following(self) -> Following:
-        """This layer, for the one before it."""
-        return Following(self.self_attn_layer_norm, self.self_attn.self_product)
-
-    def residual(
-        self, norm: nn.LayerNorm | None, rng: Tensor, site: int, reader: Product = PLAIN
-    ) -> Residual:
-        p = self.dropout if self.training else 0.0
-        return Residual(norm, self.normalize_before, p, rng, self.first_site(rng) + site, reader)
-
-    def feed_forward(
-        self, x: Tensor, stream: Tensor | None, norm: nn.LayerNorm | None, rng: Tensor, site: int,
-        reader: Product = PLAIN,
-    ) -> tuple[Any, Any]:  # fmt: skip
+    def feed_forward(self, rng: Tensor, site: int) -> FeedForward:
+        """The sublayer; it has two dropout sites, from ``site`` on."""
         p = self.activation_dropout if self.training else 0.0
-        activation = Activation(self.activation, p, rng, self.first_site(rng) + site)
-        residual = self.residual(norm, rng, site + 1, reader)
-        return feed_forward(x, stream, self.fc1, self.fc2, activation, residual)
+        return FeedForward(
+            norm=self.final_layer_norm, first=Weight.of(self.fc1, bias=False),
+            last=Weight.of(self.fc2, bias=False), bias=self.fc2.bias,
+            dropout=self.output_dropout(rng, site + 1), first_bias=self.fc1.bias,
+            activation=self.activation, inner_dropout=Dropout(p, rng, site),
+            trains=torch.is_grad_enabled(),
+        )  # fmt: skip
 
 
 class EncoderLayer(TransformerLayer):
@@ -119,26 +96,14 @@ class EncoderLayer(TransformerLayer):
         self.fc2 = nn.Linear(ffn_dim, embed_dim)
         self.final_layer_norm = nn.LayerNorm(embed_dim)
 
-    def norms(self, next_norm: nn.LayerNorm | None) -> tuple[nn.LayerNorm | None, ...]:
-        """The LayerNorm that is applied at the end of each of the two sublayers."""
-        own = (self.self_attn_layer_norm, self.final_layer_norm)
-        return (own[1], next_norm) if self.normalize_before else own
-
-    def forward_in_stack(
-        self, x: Tensor, stream: Tensor | None, segments: Segments, rng: Tensor,
-        following: Following, causal: bool = False,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """One layer of a stack: (x, stream) -> (x, stream).
-
-        Pre-norm: x is already normalised, ``stream`` is the residual stream, and the layer's last
-        op applies ``following.norm``. Post-norm: ``stream`` is None.
-        """
-        norms = self.norms(following.norm)
-        heads = self.self_attn.heads(segments, segments, causal, rng, self.first_site(rng))
-        residual = self.residual(norms[0], rng, 1, product_for(self.fc1.weight))
-        stream, x = self.self_attn.self_attention(x, stream, heads, residual)
-        stream, x = self.feed_forward(x, stream, norms[1], rng, 2, following.reader)
-        return x, stream
+    def sublayers(self, segments: Segments, rng: Tensor, causal: bool) -> list[Sublayer]:
+        site = self.first_site(rng)
+        heads = self.self_attn.heads(segments, segments, causal, rng, site)
+        dropout = self.output_dropout(rng, site + 1)
+        return [
+            self.self_attn.sublayer(heads, self.self_attn_layer_norm, dropout),
+            self.feed_forward(rng, site + 2),
+        ]
 
     def forward(self, x: Tensor, segments: Segments, rng: Tensor) -> Tensor:
         """x [T, C] -> [T, C]; ``rng`` int64 [2] from ``layers.draw_rng``."""
@@ -157,16 +122,19 @@ class EncoderLayer(TransformerLayer):
                 state_dict.pop(f"{name}.{dead}_{kind}", None)
 
 
-def first_product(layers: Iterable[TransformerLayer]) -> Product:
-    """The product by which a stack reads its input; none if LayerNorm reads it."""
+def first_cast(layers: Iterable[TransformerLayer]) -> Cast | None:
+    """How to cast the input of a stack for its first product; None if LayerNorm reads it."""
     first = next(iter(layers), None)
-    return PLAIN if first is None or first.normalize_before else first.self_attn.self_product
+    if first is None or first.normalize_before:
+        return None
+    block = first.self_attn
+    return Weight.of(block.q_proj, block.k_proj, block.v_proj).input_cast
 
 
 def run_encoder(
     layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
     segments: Segments, rng: Tensor, causal: bool = False, checkpoint_activations: bool = False,
-    states: list[Tensor] | None = None, reader: Product = PLAIN,
+    states: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Run a stack on x [T, C]; returns [T, C].
 
@@ -175,23 +143,32 @@ def run_encoder(
     causal: a token attends only to itself and to earlier tokens.
     checkpoint_activations: save only the input of each layer for backward, which runs the layers
         again, one at a time. This saves memory, takes time, and gives the same bits. Until backward
-        is done, change neither the layers' parameters nor their mode.
+        is done, do not change the layers' parameters.
     states: a list to which x and the residual stream after each layer are appended.
-    reader: the product that reads the result; the only reader.
     """
+    return encode(
+        layers, last_norm, Input(x), segments, rng, causal, checkpoint_activations, states
+    ).x
+
+
+def encode(
+    layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Input,
+    segments: Segments, rng: Tensor, causal: bool = False, checkpoint_activations: bool = False,
+    states: list[Tensor] | None = None, cast: Cast | None = None,
+) -> Input:  # fmt: skip
+    """As ``run_encoder``. cast: of the product that reads the result."""
     stack = list(layers)
     if states is not None:
-        states.append(x)
+        states.append(x.x)
     if not stack:
-        return x if last_norm is None else layer_norm(x, last_norm, rng, reader)[1]
-    stream = None
-    if stack[0].normalize_before:
-        stream, x = layer_norm(
-            x, stack[0].self_attn_layer_norm, rng, stack[0].self_attn.self_product
-        )
-    followings = (*(layer.as_following() for layer in stack[1:]), Following(last_norm, reader))
-    for layer, following in zip(stack, followings, strict=True):
-        x, stream = layer.run(checkpoint_activations, x, stream, segments, rng, following, causal)
-        if states is not None:
-            states.append(x if stream is None else stream)
-    return stream if x is None else x
+        return x if last_norm is None else apply(Norm(Affine.of(last_norm), rng, cast), x)[0]
+    result, *behind = apply(
+        Stack(
+            [layer.sublayers(segments, rng, causal) for layer in stack], last_norm,
+            is_pre_norm=stack[0].normalize_before, recomputes=checkpoint_activations,
+            cast=cast, states=states is not None,
+        ), x,
+    )  # fmt: skip
+    if states is not None:
+        states += [state.x for state in behind]
+    return result

@@ -5,41 +5,47 @@ Shapes: T = rows (masked tokens), C = model width, V = vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.linear import vocabulary_logits
+from lightseq_fairseq.layers.node import Input, Pair, apply
 from lightseq_fairseq.layers.residual_norm import layer_norm
-from lightseq_fairseq.layers.second_derivatives import once_differentiable
-from lightseq_fairseq.memory.arrival import wait_for
-from lightseq_fairseq.memory.gradients import gradients_for
+from lightseq_fairseq.layers.weight import Weight
+from lightseq_fairseq.memory.gradients import Gradients
+from lightseq_fairseq.ops import Dropout
 
 
-class _Dense(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, activation: str,
-                rng: Tensor) -> Tensor:  # fmt: skip
-        wait_for(weight, bias)
-        h = ops.linear_fwd(x, weight, None)
-        ctx.save_for_backward(x, h, weight, bias, rng)
-        ctx.activation = activation
-        return ops.bias_activation_dropout_fwd(h, bias, activation, ops.Dropout(0.0, rng, 0))
+class _Dense(Pair):
+    """activation(x weight^T + bias)."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, h, weight, bias, rng = ctx.saved_tensors
-        to = gradients_for(weight, bias)
-        dweight, dbias = to.tensors
-        dh = ops.bias_activation_dropout_bwd(
-            dy.contiguous(), h, bias, ctx.activation, ops.Dropout(0.0, rng, 0), dbias, to.accumulate
-        )
-        need_dx = ctx.needs_input_grad[0]
-        dx = ops.linear_bwd(dh, x, weight, dweight, None, to.accumulate, need_dx)
-        return (dx if need_dx else None, *to.handed(), None, None)
+    def __init__(self, dense: nn.Linear, activation: str, rng: Tensor) -> None:
+        self.weight, self.bias, self.activation = Weight.of(dense), dense.bias, activation
+        self.dropout = Dropout(0.0, rng, 0)
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self.weight.parameters
+
+    def forward(self, x: Input) -> tuple[list[Input], list[Any]]:
+        self.weight.wait()
+        h = ops.linear_fwd(x.x, self.weight.matrix, None)
+        y = ops.bias_activation_dropout_fwd(h, self.bias, self.activation, self.dropout)
+        return [Input(y)], [x.x, h]
+
+    def backward(
+        self, kept: list[Any], to: Gradients, needed: Sequence[bool], dy: Tensor
+    ) -> list[Tensor | None]:
+        h, x = kept.pop(), kept.pop()
+        with to.of(*([p] for p in self.parameters)) as ((dweight, dbias), accumulate):
+            dh = ops.bias_activation_dropout_bwd(
+                dy.contiguous(), h, self.bias, self.activation, self.dropout, dbias, accumulate
+            )
+            dx = ops.linear_bwd(dh, x, self.weight.matrix, dweight, None, accumulate, needed[0])
+        return [dx if needed[0] else None]
 
 
 def masked_lm_logits(
@@ -55,5 +61,5 @@ def masked_lm_logits(
 
     Source: Devlin et al. 2019; ``fairseq.models.roberta.RobertaLMHead``.
     """
-    x = _Dense.apply(x, dense.weight, dense.bias, activation, rng)
-    return vocabulary_logits(layer_norm(x, norm, rng)[1], weight, bias)
+    x = apply(_Dense(dense, activation, rng), Input(x))[0].x
+    return vocabulary_logits(layer_norm(x, norm, rng), weight, bias)

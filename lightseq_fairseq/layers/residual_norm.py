@@ -7,135 +7,145 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.products import PLAIN, Product
-from lightseq_fairseq.layers.second_derivatives import once_differentiable
-from lightseq_fairseq.memory.arrival import wait_for
-from lightseq_fairseq.memory.gradients import gradients_for
+from lightseq_fairseq.layers.node import Input, Pair, apply
+from lightseq_fairseq.memory import passes
+from lightseq_fairseq.memory.gradients import Gradients
+from lightseq_fairseq.ops import Cast, Dropout, Quantised
+
+
+class Affine(NamedTuple):
+    """What an ``nn.LayerNorm`` has when forward runs."""
+
+    gamma: Tensor
+    beta: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, norm: nn.LayerNorm) -> Affine:
+        return cls(norm.weight, norm.bias, norm.eps)
 
 
 @dataclass(frozen=True)
-class Residual:
-    """Settings for the end of one sublayer.
+class ResidualNorm:
+    """The end of one sublayer.
 
     Attributes:
-        norm: the LayerNorm applied to the new residual stream: the sublayer's own (post-norm) or
-            the next sublayer's (pre-norm); None if no LayerNorm follows.
-        keep_stream: also return the sum as the new residual stream (pre-norm).
-        p, rng, site: dropout of the sublayer's output, see ``ops.philox``.
-        reader: the product that reads the normalised result; the only reader, if keep_stream.
+        bias: of the sublayer's last product.
+        norm: the LayerNorm applied to the sum: the sublayer's own (post-norm) or the next
+            sublayer's (pre-norm); None if no LayerNorm follows.
+        is_pre_norm: the sum is the residual of the next sublayer; otherwise the result is.
+        dropout: of the product's result.
+        cast: of the product that reads the result, if it is in fp8.
+        keeps_y: others read the result as well.
     """
 
-    norm: nn.LayerNorm | None
-    keep_stream: bool
-    p: float
-    rng: Tensor
-    site: int
-    reader: Product = PLAIN
+    bias: Tensor
+    norm: Affine | None
+    is_pre_norm: bool
+    dropout: Dropout
+    cast: Cast | None = None
+    keeps_y: bool = True
 
     @property
-    def parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self.norm is None else (self.norm.weight, self.norm.bias)
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.bias, *(() if self.norm is None else self.norm[:2]))
 
+    def forward(self, h: Tensor, residual: Tensor) -> tuple[Input, Tensor, Any]:
+        """The result, the residual of the next sublayer, and what backward needs.
 
-def residual_norm_fwd(
-    h: Tensor, bias: Tensor, stream: Tensor, gamma: Tensor | None, beta: Tensor | None,
-    residual: Residual,
-) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None]]:  # fmt: skip
-    """Finish a sublayer: h [T, C] is the output of its last GEMM without bias.
-
-    Returns the tensors that backward needs, and (new stream [T, C] or None, normalised [T, C] or
-    None). The rng is one of the saved tensors: if it has changed when backward draws the masks
-    again, torch raises an error.
-    """
-    rng = residual.rng
-    dropout = ops.Dropout(residual.p, rng, residual.site)
-    if residual.norm is None or gamma is None or beta is None:
-        total, _, mean, rstd, _, _ = ops.dropout_residual_layer_norm_fwd(
-            h, bias, stream, None, None, dropout, eps=0.0
-        )
-        return [total, mean, rstd, rng], (total if residual.keep_stream else None, None)
-    total, y, mean, rstd = residual.reader.normalised(
-        h, bias, stream, gamma, beta, dropout, eps=residual.norm.eps,
-        is_only_reader=residual.keep_stream,
-    )  # fmt: skip
-    return [total, mean, rstd, rng], (total if residual.keep_stream else None, y)
-
-
-def residual_norm_bwd(
-    dstream: Tensor | None, dy: Tensor | None, bias: Tensor, saved: Sequence[Tensor],
-    residual: Residual, product: Product,
-) -> tuple[Any, Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Gradients (dh, dstream, (dbias, dgamma, dbeta)) of ``residual_norm_fwd``.
-
-    product: that GEMM; its ``backward`` takes dh.
-    """
-    total, mean, rstd, rng = saved
-    dy, dstream = (None if g is None else g.contiguous() for g in (dy, dstream))
-    gamma, beta = residual.parameters
-    to = gradients_for(*(p for p in (bias, gamma, beta) if p is not None))
-    dbias, dgamma, dbeta = (*to.tensors, None, None)[:3]
-    dh, dresidual = product.before_residual(
-        dy, dstream, total, gamma, mean, rstd, ops.Dropout(residual.p, rng, residual.site),
-        dgamma=dgamma, dbeta=dbeta, dbias=dbias, accumulate=to.accumulate,
-    )  # fmt: skip
-    return dh, dresidual, (*to.handed(), None, None)[:3]
-
-
-def input_gradients(
-    product: Product, post_norm: bool, dresidual: Tensor, dy: Any, kept: Tensor, weight: Tensor,
-    dweight: Tensor, dbias: Tensor | None, accumulate: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Backward of a sublayer's first product, from dy to x [T, K]; see ``Product.backward``.
-
-    Returns the gradients of x and of the residual stream. With post-LayerNorm, x is the residual,
-    so the product adds its result to ``dresidual``, and the second gradient is None.
-    """
-    onto = dresidual if post_norm else None
-    dx = product.backward(dy, kept, weight, dweight, dbias, accumulate, not post_norm, onto)
-    return (dresidual, None) if post_norm else (dx, dresidual)
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float, rng: Tensor, reader: Product
-    ) -> tuple[Tensor, Tensor]:
-        wait_for(gamma, beta)
-        _, y, mean, rstd = reader.normalised(
-            x, None, None, gamma, beta, ops.Dropout(0.0, rng, 0), eps=eps, is_only_reader=True
-        )
-        ctx.save_for_backward(x, gamma, beta, mean, rstd, rng)
-        ctx.set_materialize_grads(False)
-        return x, y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor) -> Any:
-        x, gamma, beta, mean, rstd, rng = ctx.saved_tensors
-        to = gradients_for(gamma, beta)
-        dgamma, dbeta = to.tensors
-        dstream = None if dstream is None else dstream.contiguous()
-        _, dx, _ = ops.dropout_residual_layer_norm_bwd(
-            dy.contiguous(), dstream, x, gamma, mean, rstd, ops.Dropout(0.0, rng, 0),
-            dgamma=dgamma, dbeta=dbeta, dbias=None, accumulate=to.accumulate,
+        h: [T, C], the result of the sublayer's last product, without bias.
+        """
+        norm, dropout = self.norm, self.dropout
+        if norm is None:
+            total, _, mean, rstd, *_ = ops.dropout_residual_layer_norm_fwd(
+                h, self.bias, residual, None, None, dropout, eps=0.0
+            )
+            return Input(total), total, (total, mean, rstd)
+        total, y, mean, rstd, values, transpose = ops.dropout_residual_layer_norm_fwd(
+            h, self.bias, residual, norm.gamma, norm.beta, dropout, norm.eps, self.keeps_y,
+            self.cast,
         )  # fmt: skip
-        return dx, *to.handed(), None, None, None
+        residual = total if self.is_pre_norm else y
+        return Input(y, values, transpose, self.cast), residual, (total, mean, rstd)
+
+    def backward(
+        self, dy: Tensor | None, dresidual: Tensor | None, kept: Any, to: Gradients,
+        cast: Cast | None,
+    ) -> tuple[Tensor | Quantised, Tensor]:  # fmt: skip
+        """Gradients of h and of the residual.
+
+        dy, dresidual: of the results; only dresidual without ``norm``, only dy if the result is the
+        residual. cast: of dh.
+        """
+        total, mean, rstd = kept
+        gamma = None if self.norm is None else self.norm.gamma
+        with to.of(*([p] for p in self.parameters)) as (tensors, accumulate):
+            dbias, dgamma, dbeta = (*tensors, None, None)[:3]
+            dh, dresidual, transpose = ops.dropout_residual_layer_norm_bwd(
+                dy, dresidual, total, gamma, mean, rstd, self.dropout,
+                dgamma=dgamma, dbeta=dbeta, dbias=dbias, accumulate=accumulate, cast=cast,
+            )  # fmt: skip
+        if cast is not None:
+            return Quantised(dh, transpose, cast.scale), dresidual
+        return (dh if self.dropout.p > 0 else dresidual), dresidual
 
 
-def layer_norm(
-    x: Tensor, norm: nn.LayerNorm, rng: Tensor, reader: Product = PLAIN
-) -> tuple[Tensor, Tensor]:
-    """Return x [T, C] itself as the residual stream, and its LayerNorm.
+@dataclass(frozen=True)
+class Norm(Pair):
+    """A LayerNorm without a residual before it, such as at the start of a pre-norm stack.
 
-    For places without a residual before them, such as the start of a pre-norm stack. The backward
-    kernel sums the gradients of both results. rng: its value is not used, since there is no
-    dropout. reader: the product that reads the LayerNorm; the only reader.
+    Attributes:
+        rng: its value is not used, since there is no dropout.
+        cast, keeps_y: as in `ResidualNorm`.
     """
-    stream, y = _LayerNorm.apply(x, norm.weight, norm.bias, norm.eps, rng, reader)
-    return stream, y
+
+    norm: Affine
+    rng: Tensor
+    cast: Cast | None = None
+    keeps_y: bool = True
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self.norm[:2]
+
+    @property
+    def _dropout(self) -> Dropout:
+        return Dropout(0.0, self.rng, 0)
+
+    def normalise(self, x: Tensor) -> tuple[Input, Any]:
+        """The LayerNorm of x [T, C], and what backward needs."""
+        passes.current().wait_for(self.parameters)
+        gamma, beta, eps = self.norm
+        _, y, mean, rstd, values, transpose = ops.dropout_residual_layer_norm_fwd(
+            x, None, None, gamma, beta, self._dropout, eps, self.keeps_y, self.cast
+        )
+        return Input(y, values, transpose, self.cast), (x, mean, rstd)
+
+    def gradient(self, dy: Tensor, dx: Tensor | None, kept: Any, to: Gradients) -> Tensor:
+        """The gradient of x; dx: another gradient of x, which is added."""
+        x, mean, rstd = kept
+        with to.of(*([p] for p in self.parameters)) as ((dgamma, dbeta), accumulate):
+            _, dx, _ = ops.dropout_residual_layer_norm_bwd(
+                dy, dx, x, self.norm.gamma, mean, rstd, self._dropout,
+                dgamma=dgamma, dbeta=dbeta, dbias=None, accumulate=accumulate,
+            )  # fmt: skip
+        return dx
+
+    def forward(self, x: Input) -> tuple[list[Input], list[Any]]:
+        y, kept = self.normalise(x.x)
+        return [y], [kept]
+
+    def backward(
+        self, kept: list[Any], to: Gradients, needed: Sequence[bool], dy: Tensor
+    ) -> list[Tensor | None]:
+        return [self.gradient(dy.contiguous(), None, kept.pop(), to)]
+
+
+def layer_norm(x: Tensor, norm: nn.LayerNorm, rng: Tensor) -> Tensor:
+    """The LayerNorm of x [T, C], differentiable. rng: its value is not used."""
+    return apply(Norm(Affine.of(norm), rng), Input(x))[0].x

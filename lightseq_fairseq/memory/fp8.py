@@ -5,19 +5,19 @@ are one matrix (``parameters.as_one``). It has three operands that are cast: the
 and the gradient of the output. Their scales are delayed (`ops.fp8_scales`): a cast uses the scale
 that followed from earlier updates, and notes the largest number for later ones.
 
-`Fp8State` owns scales and weights. Within `Fp8State.used`, layers find their operands by the
-address of their weight (`operands_of`); elsewhere, in validation for example, they find none and
-compute in the model's precision.
+`Fp8State` owns scales and weights. Within a pass (`passes.Pass`), layers find the operands of a
+product by the address of its weight; elsewhere, in validation for example, they find none and
+compute in the model's precision. Without --fp8 the state is `OFF`.
 
 Shapes: M = products, N = outputs and K = inputs of a product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightseq_fairseq import ops
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.memory.parameters import FlatBuffer, as_one
+from lightseq_fairseq.ops import Cast, Quantised, WeightCast
 from lightseq_fairseq.ops.casting import ALIGNMENT, E4M3
 from lightseq_fairseq.ops.fp8_scales import HISTORY
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
@@ -44,22 +45,75 @@ class Operands:
     """What a product in fp8 reads and writes besides its input and gradient.
 
     Attributes:
-        input, weight, gradient: the three casts.
-        values, transpose: the weight in E4M3, [N, K] and [K, N].
+        input, gradient: their casts.
+        weight: the cast of its weight; matrix: the result, [N, K].
         count: called with the number of values of each cast.
-        nothing: one NaN of the model's dtype, see `stand_in`.
     """
 
-    input: ops.Cast
-    weight: ops.Cast
-    gradient: ops.Cast
-    values: Tensor
-    transpose: Tensor
+    input: Cast
+    weight: Cast
+    gradient: Cast
+    matrix: Quantised
     count: Callable[[int], None]
-    nothing: Tensor
 
 
-class Fp8State:
+class NoFp8:
+    """The state of a model without products in fp8: it does nothing.
+
+    Attributes:
+        is_on: whether there are such products.
+        amax: float32 [3, M], the largest numbers that were cast since `update`.
+        passes_due: passes of a batch that are needed before scales are known, see `after_pass`.
+    """
+
+    is_on = False
+    passes_due = 0
+
+    def __init__(self) -> None:
+        self.amax = torch.zeros(3, 0)
+
+    def operands(self, weights: Sequence[Tensor]) -> Operands | None:
+        """The operands of the product that reads these weights as one, if it is in fp8."""
+        return None
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the numbers that a forward and backward pass casts."""
+        yield
+
+    def prepare(self, overwritten: bool) -> None:
+        """Before an update. overwritten: the ``memory`` that holds the weights was written."""
+
+    def after_pass(self) -> None:
+        """Compute scales from the last pass alone. Call it ``passes_due`` times, each time after a
+        forward and backward pass without an update, whose amaxes are those of all ranks."""
+
+    def report(self, cast: Tensor, saturated: Tensor) -> None:
+        """Write how many numbers were cast since `update`, and how many of them saturated."""
+
+    def update(self, skipped: Tensor) -> None:
+        """Compute the scales of the next update; afterwards cast the weights.
+
+        skipped: float64 0-dim; if not 0, the update was skipped, and scales do not change.
+        """
+
+    def weight_cast(self) -> WeightCast | None:
+        """Count one cast of the weights; returns how an op is to do it."""
+        return None
+
+    def cast_weights(self) -> None:
+        """Cast the weights; needed whenever they have changed."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Name of a product's first weight -> float32 [3, 17]: of input, weight and gradient the
+        scale and 16 amaxes, the newest first. In host memory; empty while ``passes_due``."""
+        return {}
+
+
+OFF = NoFp8()
+
+
+class Fp8State(NoFp8):
     """Scales and fp8 weights of the products of a model, on its device.
 
     Args:
@@ -74,12 +128,11 @@ class Fp8State:
         UserError: a width is no multiple of 16.
 
     Attributes:
-        amax: float32 [3, M], the largest numbers that were cast since `update`.
         saturated: int64 [3, M], how many numbers beyond the largest of E4M3 were cast since.
         cast: float64 0-dim, how many numbers were cast since.
-        passes_due: passes of a batch that are needed before scales are known, see `after_pass`.
-        lacks_weights: set it when ``memory`` was overwritten, see `restore_weights`.
     """
+
+    is_on = True
 
     def __init__(
         self, model: nn.Module, low: FlatBuffer, saved: Mapping[str, Tensor],
@@ -97,7 +150,6 @@ class Fp8State:
         self.saturated = torch.zeros(3, count, dtype=torch.int64, device=device)
         self.cast = torch.zeros((), dtype=torch.float64, device=device)
         self._pending = 0  # numbers that the current pass has cast
-        nothing = low.data.new_full((1,), torch.nan)
         matrices, end = [], 0
         for weight in weights.values():
             start = weight.storage_offset() - low.data.storage_offset()
@@ -111,52 +163,45 @@ class Fp8State:
         for place, weight in enumerate(weights.values()):
             part = slice(matrices[place].place, matrices[place].place + weight.numel())
             input, of_weight, gradient = (
-                ops.Cast(*(x[row, place] for x in (self._scale, self.amax, self.saturated)))
+                Cast(*(x[row, place] for x in (self._scale, self.amax, self.saturated)))
                 for row in (_INPUT, _WEIGHT, _GRADIENT)
             )
-            values = self._values[part].view(weight.shape)
-            transpose = self._transposes[part].view(weight.shape[::-1])
-            self._operands[_key(weight)] = Operands(
-                input, of_weight, gradient, values, transpose, self._count, nothing
+            matrix = Quantised(
+                self._values[part].view(weight.shape),
+                self._transposes[part].view(weight.shape[::-1]),
+                of_weight.scale,
             )
-        self.lacks_weights = False
+            self._operands[_key(weight)] = Operands(input, of_weight, gradient, matrix, self._count)
+        self._lacks_weights = False
         self.passes_due = 0 if self._load(saved) else _FIRST_PASSES
         if self.passes_due:
             self.cast_weights()  # notes the largest numbers
             self._scales(forget=True)
         self.cast_weights()
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Let the layers of a forward and backward pass compute in fp8."""
-        global _active
-        _active, self._pending = self, 0
-        try:
-            yield
-        finally:
-            _active = None
-        self.cast.add_(self._pending)
+    def operands(self, weights: Sequence[Tensor]) -> Operands | None:
+        return self._operands.get(_key(as_one(weights)))
 
-    def operands(self, weight: Tensor) -> Operands | None:
-        """The operands of the product with this weight (a result of ``as_one``), if it has any."""
-        return self._operands.get(_key(weight))
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        self._pending = 0
+        yield
+        self.cast.add_(self._pending)
 
     def _count(self, numbers: int) -> None:
         # On the host, because the numbers of a pass depend only on its shapes.
         self._pending += numbers
 
     def after_pass(self) -> None:
-        """Compute scales from the last pass alone. Call it ``passes_due`` times, each time after a
-        forward and backward pass without an update, whose amaxes are those of all ranks."""
         self._scales(forget=True)
         self.cast_weights()
         self.passes_due -= 1
 
-    def update(self, skipped: Tensor) -> None:
-        """Compute the scales of the next update; afterwards cast the weights.
+    def report(self, cast: Tensor, saturated: Tensor) -> None:
+        cast.copy_(self.cast)
+        saturated.copy_(self.saturated.sum())
 
-        skipped: float64 0-dim; if not 0, the update was skipped, and scales do not change.
-        """
+    def update(self, skipped: Tensor) -> None:
         self._scales(False, skipped)
 
     def _scales(self, forget: bool, skipped: Tensor | None = None) -> None:
@@ -167,32 +212,33 @@ class Fp8State:
         self.saturated.zero_()
         self.cast.zero_()
 
-    def cast_weights(self) -> None:
-        """Cast the weights; needed whenever they have changed."""
-        ops.fp8_weights(self._low.data, self.weight_cast())
+    def prepare(self, overwritten: bool) -> None:
+        self._lacks_weights |= overwritten
+        if self._lacks_weights:
+            self.restore_weights()
+            self._lacks_weights = False  # only now: if it fails, the next update tries again
 
     def restore_weights(self) -> None:
-        """Cast the weights again; needed while ``lacks_weights``.
+        """Cast the weights again; needed when the memory that holds them was overwritten.
 
         It notes nothing, since the cast before has noted the same numbers.
         """
-        cast = self._cast_of_weights()
-        nowhere = {name: torch.zeros_like(getattr(cast, name)) for name in ("amax", "saturated")}
-        ops.fp8_weights(self._low.data, cast._replace(**nowhere))
-        self.lacks_weights = False  # only now: if the cast fails, the next update tries again
+        amax, saturated = (torch.zeros_like(x[_WEIGHT]) for x in (self.amax, self.saturated))
+        cast = self._weight_cast()._replace(amax=amax, saturated=saturated)
+        ops.fp8_weights(self._low.data, cast)
 
-    def weight_cast(self) -> ops.WeightCast:
-        """Count one cast of all weights; returns its arguments."""
+    def cast_weights(self) -> None:
+        ops.fp8_weights(self._low.data, self.weight_cast())
+
+    def weight_cast(self) -> WeightCast:
         self.cast.add_(self._values.numel())
-        return self._cast_of_weights()
+        return self._weight_cast()
 
-    def _cast_of_weights(self) -> ops.WeightCast:
+    def _weight_cast(self) -> WeightCast:
         scale, amax, saturated = (x[_WEIGHT] for x in (self._scale, self.amax, self.saturated))
-        return ops.WeightCast(self._tiles, scale, amax, saturated, self._values, self._transposes)
+        return WeightCast(self._tiles, scale, amax, saturated, self._values, self._transposes)
 
     def state(self) -> dict[str, Tensor]:
-        """Name of a product's first weight -> float32 [3, 17]: of input, weight and gradient the
-        scale and 16 amaxes, the newest first. In host memory; empty while ``passes_due``."""
         if self.passes_due:
             return {}
         table = torch.cat([self._scale[None], self._history]).permute(2, 1, 0).cpu()
@@ -208,46 +254,6 @@ class Fp8State:
         self._scale.copy_(table[0])
         self._history.copy_(table[1:])
         return True
-
-
-def operands_of(weight: Tensor) -> Operands | None:
-    """The fp8 operands of the product with this weight; None if it is not computed in fp8 now."""
-    return None if _active is None else _active.operands(weight)
-
-
-def stand_in(x: Tensor, operands: Operands) -> Tensor:
-    """For a tensor of x's shape of which only the cast exists: autograd needs shape and dtype. Its
-    elements are one NaN, so an op that reads it by mistake shows."""
-    storage = operands.nothing.untyped_storage()
-    return operands.nothing.new_empty(0).set_(storage, 0, x.shape, (0,) * x.ndim)
-
-
-class Input(NamedTuple):
-    """The input of a product: its values in E4M3, and what backward needs for its transpose.
-
-    kept: the transpose itself, or the input in bfloat16; see ``ops.fp8_transpose``.
-    """
-
-    values: Tensor
-    kept: Tensor
-
-
-def attach(y: Tensor, operands: Operands, cast: Input | Tensor) -> None:
-    """Let y carry its cast, until the product with these operands reads it.
-
-    cast: an `Input` in forward; in backward the values of a gradient.
-    """
-    vars(y)[_CAST] = operands, cast
-
-
-def attached(y: Tensor, operands: Operands) -> Any:
-    """The cast of y for the product with these operands; None if y carries none."""
-    owner, cast = vars(y).get(_CAST, (None, None))
-    return cast if owner is operands else None
-
-
-_CAST = "lightseq_fp8"
-_active: Fp8State | None = None
 
 
 def _key(weight: Tensor) -> tuple[int, torch.Size]:
@@ -278,13 +284,4 @@ def products(model: Any) -> dict[str, Tensor]:
     return weights
 
 
-__all__ = [
-    "Fp8State",
-    "Input",
-    "Operands",
-    "attach",
-    "attached",
-    "operands_of",
-    "products",
-    "stand_in",
-]
+__all__ = ["OFF", "Fp8State", "NoFp8", "Operands", "products"]

@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.memory.parameters import FlatBuffer
+from lightseq_fairseq.memory.parameters import FlatBuffer, read_as_one
 
 
 class DirectGradients:
     """A flat gradient into which ops write in backward, so that autograd copies and adds nothing.
 
     In a backward pass, the first write to a parameter's gradient overwrites it and later ones add
-    (a tied embedding has three). Gradients of ops that do not use `gradients_for` appear in
+    (a tied embedding has three). Gradients of ops that do not use `Gradients` appear in
     ``.grad`` as usual; `write` moves them into ``flat`` at its end.
 
     A piece of ``flat`` is finished when the backward pass writes to it no more. The number of
@@ -66,11 +65,9 @@ class DirectGradients:
         Raises:
             RuntimeError: backward writes to a finished piece.
         """
-        global _direct
         self._added = None if accumulate else set()
         self._due, self._seen = self._writes.get(part), Counter()
         self._open = set(range(len(self._pieces)))
-        _direct = self
         ops.defer_column_sums(self.flat)
         try:
             yield
@@ -79,8 +76,6 @@ class DirectGradients:
             for parameter in self.buffer.parameters:
                 parameter.grad = None  # left by the unfinished backward pass
             raise
-        finally:
-            _direct = None
         ops.flush_column_sums(self.flat, wanted=True)
         for parameter in self.buffer.parameters:
             if parameter.grad is not None:
@@ -98,9 +93,10 @@ class DirectGradients:
 
     def view(self, parameter: Tensor) -> Tensor:
         """The part of ``flat`` for a parameter, or for neighbours that ``as_one`` has joined."""
-        return self.flat.as_strided(parameter.shape, parameter.stride(), self._offset(parameter))
+        return self.flat.as_strided(parameter.shape, parameter.stride(), self.offset(parameter))
 
-    def _offset(self, parameter: Tensor) -> int:
+    def offset(self, parameter: Tensor) -> int:
+        """Index of a parameter's first element in ``flat``."""
         return (parameter.data_ptr() - self._start) // parameter.element_size()
 
     def is_added(self, parameter: Tensor) -> bool:
@@ -123,7 +119,7 @@ class DirectGradients:
             self._finish(last)
 
     def _count(self, parameter: Tensor) -> None:
-        start = self._offset(parameter)
+        start = self.offset(parameter)
         end = start + parameter.numel()
         for place, piece in enumerate(self._pieces):
             if start < piece.stop and piece.start < end:
@@ -139,48 +135,50 @@ class DirectGradients:
             self._finished(place)
 
 
-_direct: DirectGradients | None = None
+class Gradients:
+    """The gradients of parameters in the backward pass of one node.
 
-
-class Gradients(NamedTuple):
-    """The tensors into which an op writes the gradients of some parameters.
-
-    Attributes:
-        tensors: one for each parameter, of its shape and dtype.
-        accumulate: whether the op adds to them instead of overwriting them.
-        parameters: whose gradients they are.
-        direct: if they are views of a flat gradient, its owner; autograd then receives None.
+    Args:
+        direct: a flat gradient that receives those of its parameters; autograd gets the others.
     """
 
-    tensors: list[Tensor]
-    accumulate: bool
-    parameters: tuple[Tensor, ...]
-    direct: DirectGradients | None
+    def __init__(self, direct: DirectGradients | None) -> None:
+        self._direct = direct
+        self._new: dict[int, Tensor] = {}  # id of a parameter -> its gradient, for autograd
 
-    def handed(self, *parts: Tensor) -> tuple[Tensor | None, ...]:
-        """Backward's results for autograd: ``parts`` (default ``tensors``), or None each if direct.
+    @contextmanager
+    def of(
+        self, *groups: Sequence[Tensor], spared: bool = False
+    ) -> Iterator[tuple[list[Tensor], bool]]:
+        """Tensors into which one op writes gradients, and whether it adds to them.
 
-        Call it once, after the op.
+        Args:
+            groups: parameters that the op reads as one, see ``parameters.read_as_one``. The op
+                writes one tensor for each group, within the block.
+            spared: the op reads each of them with its spare rows.
         """
-        parts = parts or tuple(self.tensors)
-        if self.direct is None:
-            return parts
-        self.direct.written(self.parameters)
-        return (None,) * len(parts)
+        wholes = [read_as_one(group, spared) for group in groups]
+        direct = self._direct
+        if direct is not None and all(map(direct.holds, wholes)):
+            views = [direct.view(whole) for whole in wholes]
+            added = [direct.is_added(whole) for whole in wholes]
+            if any(added):
+                for view, is_added in zip(views, added, strict=True):
+                    if not is_added:
+                        view.zero_()
+            yield views, any(added)
+            direct.written(wholes)
+            return
+        new = [torch.empty_like(whole) for whole in wholes]
+        yield new, False
+        for group, gradient in zip(groups, new, strict=True):
+            rows = [len(parameter) for parameter in group]
+            parts = gradient[: sum(rows)].split(rows) if len(gradient) > rows[0] else [gradient]
+            for parameter, part in zip(group, parts, strict=True):
+                before = self._new.get(id(parameter))  # a layer may occur twice in a stack
+                self._new[id(parameter)] = part if before is None else before + part
 
-
-def gradients_for(*parameters: Tensor) -> Gradients:
-    """Where an op must write the gradients of ``parameters`` (also of results of ``as_one``).
-
-    Inside `DirectGradients.write` this is the flat gradient; elsewhere new tensors for autograd.
-    """
-    direct = _direct
-    if direct is None or not all(direct.holds(p) for p in parameters):
-        return Gradients([torch.empty_like(p) for p in parameters], False, parameters, None)
-    views = [direct.view(p) for p in parameters]
-    added = [direct.is_added(p) for p in parameters]
-    if any(added):
-        for view, is_added in zip(views, added, strict=True):
-            if not is_added:
-                view.zero_()
-    return Gradients(views, any(added), parameters, direct)
+    def for_autograd(self, parameter: Tensor) -> Tensor | None:
+        """What autograd gets as the gradient of a parameter; call it once for each."""
+        # Not kept here: autograd copies a gradient to which others refer.
+        return self._new.pop(id(parameter), None)

@@ -170,6 +170,15 @@ def with_spare_rows(parameter: Tensor) -> Tensor | None:
     return parameter.detach().as_strided((rows, *parameter.shape[1:]), parameter.stride())
 
 
+def read_as_one(parameters: Sequence[Tensor], spared: bool) -> Tensor:
+    """`as_one`; or with ``spared`` a single parameter with its spare rows, which it must have."""
+    if not spared:
+        return as_one(parameters)
+    whole = with_spare_rows(*parameters)
+    assert whole is not None
+    return whole
+
+
 def flatten_parameters(
     module: nn.Module, groups: Iterable[Sequence[Tensor]] = (), spared: Iterable[Tensor] = ()
 ) -> list[FlatBuffer]:

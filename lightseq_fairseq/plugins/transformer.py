@@ -28,17 +28,13 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.generation.decoder import AttentionRequest, StepDecoder
 from lightseq_fairseq.generation.incremental import Incremental
-from lightseq_fairseq.layers import (
-    embed,
-    linear,
-    run_encoder,
-    sinusoidal_positions,
-    vocabulary_logits,
-)
-from lightseq_fairseq.layers.decoder import DecoderLayer, memory_product, run_decoder_with_weights
-from lightseq_fairseq.layers.encoder import EncoderLayer, first_product
-from lightseq_fairseq.layers.products import PLAIN, Product
+from lightseq_fairseq.layers import linear, sinusoidal_positions, vocabulary_logits
+from lightseq_fairseq.layers.decoder import DecoderLayer, decode, memory_weight
+from lightseq_fairseq.layers.embedding import embed_and_cast
+from lightseq_fairseq.layers.encoder import EncoderLayer, encode, first_cast
+from lightseq_fairseq.layers.node import Input
 from lightseq_fairseq.memory.packing import Packed, Segments
+from lightseq_fairseq.ops import Cast
 from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
 from lightseq_fairseq.plugins.flat_model import FlatModel
@@ -57,26 +53,26 @@ class _Side(NotCompiled):
         return isinstance(self.embed_tokens, AdaptiveInput)
 
     def embed_packed(self: Any, tokens: Tensor, positions: Tensor, longest: int, rng: Tensor,
-                     site: int) -> Tensor:  # fmt: skip
-        """tokens [T] at ``positions`` [T] (from 0, below ``longest``) -> [T, C].
+                     site: int) -> Input:  # fmt: skip
+        """tokens [T] at ``positions`` [T] (from 0, below ``longest``) -> [T, C] for the layers.
 
         site: the dropout site, see ``layers.sites``.
         """
         table = self._table_for(longest, positions)
         if self.embeds_on_host:
-            return self._embed_adaptively(tokens, positions, table)
+            return Input(self._embed_adaptively(tokens, positions, table))
         if table is not None:
             first = self.padding_idx + 1  # row of position 0
             if torch.is_grad_enabled() and table.requires_grad:
                 positions = positions + first
             else:  # without a gradient, a view that begins at that row is enough
                 table = table[first:]
-        return embed(
+        return embed_and_cast(
             tokens, self.embed_tokens.weight, None if table is None else positions, table,
             scale=self.embed_scale, padding_idx=self.padding_idx,
             p=self.dropout_module.p if self.training else 0.0, rng=rng, site=site,
             project=getattr(self, "project_in_dim", None), norm=self.layernorm_embedding,
-            reader=first_product(self.layers.children()),
+            cast=first_cast(self.layers.children()),
         )  # fmt: skip
 
     def _embed_adaptively(
@@ -161,17 +157,21 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
         states: see ``run_encoder``.
         """
         segments = Segments.from_mask(src_tokens.ne(self.padding_idx))
-        return self.features(segments.pack(src_tokens), segments, rng, states), segments
+        return self.encoded(segments.pack(src_tokens), segments, rng, states).x, segments
 
-    def features(
+    def features(self, tokens: Tensor, segments: Segments, rng: Tensor) -> Tensor:
+        """tokens [T] of packed sentences -> [T, C]."""
+        return self.encoded(tokens, segments, rng).x
+
+    def encoded(
         self, tokens: Tensor, segments: Segments, rng: Tensor, states: list[Tensor] | None = None,
-        reader: Product = PLAIN,
-    ) -> Tensor:  # fmt: skip
-        """tokens [T] of packed sentences -> [T, C]; states, reader: see ``run_encoder``."""
+        cast: Cast | None = None,
+    ) -> Input:  # fmt: skip
+        """As ``features``, for the product that ``cast`` is of; states, cast: see ``encode``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 0)
-        return run_encoder(
+        return encode(
             self.layers, self.layer_norm, x, segments, rng,
-            checkpoint_activations=self.cfg.checkpoint_activations, states=states, reader=reader,
+            checkpoint_activations=self.cfg.checkpoint_activations, states=states, cast=cast,
         )  # fmt: skip
 
     def forward(
@@ -247,24 +247,25 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         """
         segments = Segments.from_mask(prev_output_tokens.ne(self.padding_idx))
         tokens = segments.pack(prev_output_tokens)
-        x, weights = self.features(tokens, segments, memory, source, rng, causal, attention_of)
+        read = None if memory is None else Input(memory)
+        x, weights = self.features(tokens, segments, read, source, rng, causal, attention_of)
         return x, segments, weights
 
     def features(
-        self, tokens: Tensor, segments: Segments, memory: Tensor | None, source: Segments | None,
+        self, tokens: Tensor, segments: Segments, memory: Input | None, source: Segments | None,
         rng: Tensor, causal: bool = True, attention_of: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """tokens [T] of packed sentences, memory [T_src, C] -> [T, C], weights as in ``packed``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 1)
         weights, recompute = None, self.cfg.checkpoint_activations
         if memory is None or source is None:
-            x = run_encoder(self.layers, self.layer_norm, x, segments, rng, causal, recompute)
+            y = encode(self.layers, self.layer_norm, x, segments, rng, causal, recompute).x
         else:
-            x, weights = run_decoder_with_weights(
-                self.layers, self.layer_norm, x, memory, segments, source, rng, causal,
-                attention_of, recompute,
+            y, weights = decode(
+                self.layers, self.layer_norm, x, memory, segments, source, rng, causal, recompute,
+                attention_of,
             )  # fmt: skip
-        return self.project_out(x), weights
+        return self.project_out(y), weights
 
     def project_out(self, x: Tensor) -> Tensor:
         """Project features of the stack [T, C] to the width of the output embedding."""
@@ -442,8 +443,8 @@ def packed_logits(
     """See ``LSTransformerModel.packed_logits``."""
     source, target = batch["source"], batch["target"]
     layers = list(decoder.layers.children())
-    reader = memory_product(layers) if layers else PLAIN
-    memory = encoder.features(source["tokens"], source.segments, rng, reader=reader)
+    cast = memory_weight(layers).input_cast if layers else None
+    memory = encoder.encoded(source["tokens"], source.segments, rng, cast=cast)
     x, _ = decoder.features(target["previous"], target.segments, memory, source.segments, rng)
     return decoder.output_layer(x)
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightseq_fairseq.memory.arrival import arriving
 from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.parameters import ALIGNMENT, FlatBuffer
 
@@ -175,7 +174,7 @@ class Exchange:
         """Start to copy the parts that each rank has updated to all ranks.
 
         Each piece is copied after its last `finish`: Adam has updated it, so no backward reads it
-        any more. The next forward runs in `arriving`; before anything else uses the parameters,
+        any more. The next forward calls `begin_forward`; before anything else uses the parameters,
         call `wait`.
         """
         for place in self._copied:
@@ -199,20 +198,17 @@ class Exchange:
             self._finished[place].wait(self._stream)
             yield
 
-    @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Run a forward that waits for each piece of `gather` before it first reads the piece.
+    def begin_forward(self) -> None:
+        """Call it before a forward that waits by `wait_until` before it first reads a piece.
 
         A captured forward contains these waits. A replay waits for what `gather` has started
         before the launch of the replay.
         """
         self._awaited = 0
-        with arriving(self._low, self.wait_until):
-            yield
 
     def wait(self) -> None:
         """Let the current stream wait for all that `gather` has started."""
-        self._awaited = 0
+        self.begin_forward()
         self.wait_until(len(self._low))
 
     def wait_until(self, end: int) -> None:

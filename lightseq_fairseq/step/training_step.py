@@ -14,7 +14,6 @@ Shapes: N = elements of the flat buffers, S and T = packed rows of source and ta
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +26,11 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base.errors import UserError, is_out_of_memory
-from lightseq_fairseq.memory.fp8 import Fp8State
+from lightseq_fairseq.memory.fp8 import OFF, Fp8State
 from lightseq_fairseq.memory.graphs import Graphs, wait_for
 from lightseq_fairseq.memory.packing import PackedBatch
 from lightseq_fairseq.memory.parameters import FlatBuffer
+from lightseq_fairseq.memory.passes import Pass
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State, StopReason
 from lightseq_fairseq.step.exchange import Exchange, Ranks
 from lightseq_fairseq.step.flat_adam import FlatAdam
@@ -151,11 +151,11 @@ class TrainingStep:
         if ranks.sharded:
             adam.shard(self._exchange, self._has_copy)
         self.gradients = self._exchange.gradients
-        self.fp8: Fp8State | None = None
+        self.fp8 = OFF
         if scales is not None:
             self.fp8 = Fp8State(model, low, scales, self._split_parameters())
         reported = len(State) + len(Count)
-        amaxes = 0 if self.fp8 is None or ranks.count == 1 else self.fp8.amax.numel()
+        amaxes = 0 if ranks.count == 1 else self.fp8.amax.numel()
         self._numbers = torch.zeros(
             reported + ranks.count * amaxes, dtype=torch.float64, device=self.device
         )
@@ -194,14 +194,11 @@ class TrainingStep:
             raise RuntimeError(
                 "lightseq: the model's parameters were moved to other memory during training"
             )
-        overwritten = self._split_parameters() is not None
-        if self.fp8 is not None:
-            self.fp8.lacks_weights |= overwritten
-            if self.fp8.lacks_weights:
-                self.fp8.restore_weights()
+        freed = self._split_parameters()
+        self.fp8.prepare(overwritten=freed is not None)
         if self._inputs.make_room(batches):
             self._graphs.clear()  # they read the old address of the inputs
-        while self.fp8 is not None and self.fp8.passes_due:
+        while self.fp8.passes_due:
             self._collect_or_retry(batches, given)
             self.rng[1].zero_()
             if self.ranks.count > 1:
@@ -214,7 +211,7 @@ class TrainingStep:
         self._complete(lambda: self._graphs.launch("update", self._update))
         if self.ranks.sharded:
             self._exchange.gather()
-            if self.fp8 is not None:
+            if self.fp8.is_on:
                 self.wait()
                 cast = functools.partial(self._graphs.launch, "fp8 weights", self.fp8.cast_weights)
                 self._complete(cast)
@@ -246,7 +243,10 @@ class TrainingStep:
             self.forget_graphs()
 
     def _split_parameters(self) -> Tensor | None:
-        """Call ``FlatAdam.split``, if float32 parameters have bf16 copies; returns its result."""
+        """``FlatAdam.split``, if float32 parameters have bf16 copies.
+
+        Returns the memory that is free from now on, unless it has been so before.
+        """
         if self._has_copy and self.low.data.dtype == torch.bfloat16:
             return self.adam.split(self.low.data)
         return None
@@ -298,14 +298,16 @@ class TrainingStep:
         scale = self.state[State.LOSS_SCALE]
         if self.ranks.count > 1:  # as in DDP, so that the sum over the ranks does not overflow
             scale = scale / self.ranks.count
-        with contextlib.nullcontext() if self.fp8 is None else self.fp8.used():
-            # Later forwards of this update read what the first one has waited for.
-            waits = first and self.ranks.sharded
-            arriving = self._exchange.arriving() if waits else contextlib.nullcontext()
-            with torch.enable_grad(), arriving:
+        # Later forwards of this update read what the first one has waited for.
+        waits = first and self.ranks.sharded
+        self._exchange.begin_forward()
+        around = Pass(self.gradients, self.fp8, self._exchange.wait_until if waits else None)
+        with around.entered():
+            with torch.enable_grad():
                 losses, counted = self.objective.losses(
                     self.model, batch.open(block[_BATCH:]), self.rng, scale
                 )
+            around.end_forward()
             with self.gradients.write(not first, batch.part):
                 _Weighted.apply(losses, scale.to(losses.dtype)).backward()
         sums = torch.stack(counted).sum(1, dtype=torch.float64)
@@ -328,14 +330,12 @@ class TrainingStep:
         self._counts.copy_(self._inputs.given()[_UPDATE_INPUTS:])
         if self.ranks.sharded:
             self._counts[Count.SQUARES] = self._exchange.squares(ops.adam_norm)
-        if self.fp8 is not None:
-            self._count_fp8(self.fp8)
-            self._amaxes.zero_()
-            self._amaxes[self.ranks.rank].copy_(self.fp8.amax.flatten())
+        self._count_casts()
+        self._amaxes.zero_()
+        self._amaxes[self.ranks.rank].copy_(self.fp8.amax.flatten())
 
-    def _count_fp8(self, fp8: Fp8State) -> None:
-        self._counts[Count.CAST].copy_(fp8.cast)
-        self._counts[Count.SATURATED].copy_(fp8.saturated.sum())
+    def _count_casts(self) -> None:
+        self.fp8.report(self._counts[Count.CAST], self._counts[Count.SATURATED])
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -356,23 +356,18 @@ class TrainingStep:
             tolerance=rules.tolerance, threshold=rules.threshold,
             min_loss_scale=rules.min_loss_scale,
         )  # fmt: skip
-        cast = None
-        if self.fp8 is not None:
-            self._update_scales(self.fp8)
-            if not self.ranks.sharded:  # otherwise the ranks must first gather the weights
-                cast = self.fp8.weight_cast()
+        if self.ranks.count > 1:
+            self.fp8.amax.copy_(self._amaxes.amax(0).view_as(self.fp8.amax))
+        else:
+            self._count_casts()
+        self.fp8.update(state[State.SKIPPED])
+        # With sharded state, the ranks must first gather the weights.
+        cast = None if self.ranks.sharded else self.fp8.weight_cast()
         self.adam.fused_step(
             gradient, self.low.data if self._has_copy else None, state[State.RATE],
             state[State.MULTIPLIER], norm, rules.max_norm, rules.clip_eps, self._exchange.finish,
             cast,
         )  # fmt: skip
-
-    def _update_scales(self, fp8: Fp8State) -> None:
-        if self.ranks.count > 1:
-            fp8.amax.copy_(self._amaxes.amax(0).view_as(fp8.amax))
-        else:
-            self._count_fp8(fp8)
-        fp8.update(self.state[State.SKIPPED])
 
     def _report(self) -> StepReport:
         values = self._reports[self._next_report]

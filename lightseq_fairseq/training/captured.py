@@ -360,7 +360,7 @@ class CapturedTraining:
 
     def scales(self) -> dict[str, Tensor]:
         """The scales of fp8 for a checkpoint, after `settle`; empty without --fp8."""
-        return {} if self._step.fp8 is None else self._step.fp8.state()
+        return self._step.fp8.state()
 
     def forget_graphs(self) -> None:
         """Free the memory of all graphs; later steps capture new ones."""
@@ -433,7 +433,7 @@ class CapturedTraining:
             trainer._reduce_and_log_stats([output], output["sample_size"], norm)
             metrics.log_scalar("num_updates", count, weight=0, priority=200)
             metrics.log_scalar("lr", self._rates[count], weight=0, priority=300)
-            if self._step.fp8 is not None:
+            if self._step.fp8.is_on:
                 cast, saturated = (values[len(State) + x] for x in (Count.CAST, Count.SATURATED))
                 share = saturated / max(cast, 1)
                 metrics.log_scalar("fp8_sat", share, weight=cast, priority=750, round=9)

@@ -42,7 +42,7 @@ import lightseq_fairseq.plugins  # noqa: E402, F401
 from lightseq_fairseq import ops  # noqa: E402
 from lightseq_fairseq.fairseq_compat.batches import end_workers  # noqa: E402
 from lightseq_fairseq.fairseq_compat.overlay import Overlay  # noqa: E402
-from lightseq_fairseq.layers import DecoderLayer, EncoderLayer  # noqa: E402
+from lightseq_fairseq.layers.stack import Stack  # noqa: E402
 from lightseq_fairseq.ops import philox  # noqa: E402
 from lightseq_fairseq.training.trainer import Trainer  # noqa: E402
 
@@ -446,23 +446,29 @@ def layers_in_backward() -> Iterator[list[str]]:
     """Collects the class names of the layers, ours and fairseq's, that backward runs again."""
     found: list[str] = []
 
-    def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(forward: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
         @functools.wraps(forward)
-        def noted(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        def noted(*arguments: Any, **keywords: Any) -> Any:
             if torch._C._current_graph_task_id() != -1:
-                found.append(type(self).__name__)
-            return forward(self, *arguments, **keywords)
+                found.append(name(*arguments))
+            return forward(*arguments, **keywords)
 
         return noted
 
+    def ours(stack: Stack, layer: Any, *_: Any) -> str:
+        return "EncoderLayer" if len(layer) == 2 else "DecoderLayer"  # sublayers
+
+    def native(layer: Any, *_: Any) -> str:
+        return type(layer).__name__
+
     with contextlib.ExitStack() as stack:
-        for cls, name in (
-            (EncoderLayer, "forward_in_stack"),
-            (DecoderLayer, "forward_in_stack"),
-            (transformer_layer.TransformerEncoderLayerBase, "forward"),
-            (transformer_layer.TransformerDecoderLayerBase, "forward"),
+        for cls, method, name in (
+            (Stack, "_run", ours),
+            (transformer_layer.TransformerEncoderLayerBase, "forward", native),
+            (transformer_layer.TransformerDecoderLayerBase, "forward", native),
         ):
-            stack.enter_context(mock.patch.object(cls, name, noting(getattr(cls, name))))
+            noting_one = noting(getattr(cls, method), name)
+            stack.enter_context(mock.patch.object(cls, method, noting_one))
         yield found
 
 

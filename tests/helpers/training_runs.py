@@ -224,7 +224,7 @@ def nan_in_update(number: int) -> Iterator[None]:
             return step(self, *arguments)
         # Products in fp8 read weights that were cast after the update before.
         fc1 = self.model.encoder.layers[0].fc1
-        place = (fc1.weight if self.fp8 is None else fc1.bias).data.view(-1)[:1]
+        place = (fc1.bias if self.fp8.is_on else fc1.weight).data.view(-1)[:1]
         kept = place.clone()
         place.fill_(math.nan)
         report = step(self, *arguments)

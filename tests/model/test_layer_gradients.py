@@ -21,7 +21,6 @@ from lightseq_fairseq.layers import (
     run_decoder,
     run_encoder,
 )
-from lightseq_fairseq.layers.linear import linear_parts
 
 
 def check_gradients(
@@ -126,29 +125,13 @@ def test_looking_up_pads_teaches_nothing() -> None:
 
 
 def test_linear_gradients() -> None:
-    weights = [torch.randn(4, 3), torch.randn(4, 3)]
-    biases = [torch.randn(4), torch.randn(4)]
-    x, *leaves = (t.double().requires_grad_() for t in (torch.randn(5, 3), *weights, *biases))
-
-    def parts(x: Tensor, *leaves: Tensor) -> Any:
-        return linear_parts(x, 2, list(leaves[:2]), list(leaves[2:]))
-
-    assert torch.autograd.gradcheck(parts, (x, *leaves))
-    assert torch.autograd.gradcheck(lambda x, w: linear(x, w), (x, leaves[0]))
-    for part, weight, bias in zip(parts(x, *leaves), leaves[:2], leaves[2:], strict=True):
-        torch.testing.assert_close(part, functional.linear(x, weight, bias))
-
-
-def test_a_part_that_is_not_used() -> None:
-    # Two outputs of one GEMM; one of them is not used.
-    weights, biases = (
-        [torch.randn(4, 3, requires_grad=True) for _ in range(2)],
-        [torch.randn(4, requires_grad=True) for _ in range(2)],
+    x, weight, bias = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 3), (4, 3), (4,))
     )
-    x = torch.randn(5, 3, requires_grad=True)
-    linear_parts(x, 2, weights, biases)[0].sum().backward()
-    assert weights[0].grad is not None and weights[0].grad.any()
-    assert weights[1].grad is None or not weights[1].grad.any()
+    assert torch.autograd.gradcheck(linear, (x, weight, bias))
+    assert torch.autograd.gradcheck(linear, (x, weight))
+    torch.testing.assert_close(linear(x, weight, bias), functional.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

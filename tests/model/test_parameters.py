@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers import vocabulary_logits
-from lightseq_fairseq.memory.arrival import arriving, wait_for
 from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.parameters import (
     ALIGNMENT,
@@ -17,6 +16,7 @@ from lightseq_fairseq.memory.parameters import (
     flatten_parameters,
     with_spare_rows,
 )
+from lightseq_fairseq.memory.passes import Pass, current
 
 SHAPES = ((3, 5), (7,), (4, 5), (4, 5), (1,))
 
@@ -275,26 +275,30 @@ def test_nothing_is_left_of_a_backward_that_fails() -> None:
     assert direct.view(module[1]).tolist() == [1, 1]
 
 
-class TestArriving:
+class TestArrival:
     def test_waits_for_the_last_element_that_is_read(self) -> None:
         module = parameters(*SHAPES)
         (buffer,) = flatten_parameters(module)
         ends: list[int] = []
-        with arriving(buffer.data, ends.append):
-            wait_for(module[2], module[1], None)
-            wait_for(module[3][:2])
-            wait_for(torch.ones(3), None)  # no parameter
-        wait_for(*module)
+        around = Pass(DirectGradients(buffer), wait_until=ends.append)
+        with around.entered():
+            current().wait_for([module[2], module[1]])
+            current().wait_for([module[3][:2]])
+            current().wait_for([torch.ones(3)])  # no parameter
+            around.end_forward()
+            current().wait_for(module)
+        current().wait_for(module)
         offsets = buffer.offsets
         assert ends == [offsets[2] + 20, offsets[3] + 10, 0, len(buffer.data)]
 
-    def test_no_wait_at_the_end_of_a_failed_forward(self) -> None:
+    def test_nothing_is_left_of_a_forward_that_fails(self) -> None:
         module = parameters(*SHAPES)
         (buffer,) = flatten_parameters(module)
         ends: list[int] = []
-        with pytest.raises(RuntimeError), arriving(buffer.data, ends.append):
+        around = Pass(DirectGradients(buffer), wait_until=ends.append)
+        with pytest.raises(RuntimeError), around.entered():
             raise RuntimeError
-        wait_for(*module)
+        current().wait_for(module)
         assert ends == []
 
     def test_logits_wait_for_spare_rows(self) -> None:
@@ -306,7 +310,8 @@ class TestArriving:
         flat = buffer.data.data
         late = flat.clone()
         flat.fill_(torch.nan)
-        with arriving(flat, lambda end: flat[:end].copy_(late[:end])):
+        direct = DirectGradients(buffer)
+        with Pass(direct, wait_until=lambda end: flat[:end].copy_(late[:end])).entered():
             found = vocabulary_logits(x, module[0], module[1])
             assert found.stride(0) == 104
             assert torch.equal(found, expected)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.layers import (
-    DecoderLayer,
-    EncoderLayer,
-    feed_forward,
-    run_decoder,
-    run_encoder,
-)
-from lightseq_fairseq.layers.decoder import run_decoder_with_weights
+from lightseq_fairseq.layers import DecoderLayer, EncoderLayer, run_decoder, run_encoder
+from lightseq_fairseq.layers.decoder import decode
+from lightseq_fairseq.layers.feed_forward import FeedForward
+from lightseq_fairseq.layers.node import Input
+from lightseq_fairseq.layers.stack import Stack
 from lightseq_fairseq.memory.packing import Segments
 
 RNG = torch.tensor([1234, 5])
@@ -83,8 +81,9 @@ def test_recomputed_attention_weights_give_the_same_gradients(normalize_before: 
     x, memory = torch.randn(7, 8), torch.randn(9, 8, requires_grad=True)
     found = []
     for recomputed in (False, True):
-        y, weights = run_decoder_with_weights(
-            stack, None, x, memory, target, source, RNG.clone(), True, 1, recomputed
+        inputs = Input(x), Input(memory)
+        y, weights = decode(
+            stack, None, *inputs, target, source, RNG.clone(), True, recomputed, attention_of=1
         )
         assert weights is not None
         loss = weights.square().sum() + y.sum()
@@ -93,25 +92,24 @@ def test_recomputed_attention_weights_give_the_same_gradients(normalize_before: 
     assert all(map(torch.equal, *found))
 
 
+def storages() -> dict[int, int]:
+    """Address -> bytes, of the memory of all tensors."""
+    tensors = [x for x in gc.get_objects() if isinstance(x, Tensor)]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+
+
 @NORMS
 def test_recomputed_layers_keep_only_their_inputs(normalize_before: bool) -> None:
     def kept(count: int, recomputed: bool) -> int:
-        """Bytes that autograd keeps for backward, without parameters."""
+        """Bytes of all tensors after forward, without parameters."""
         stacks = Stacks(count, normalize_before, "relu")
-        storages = {p.untyped_storage().data_ptr() for p in stacks.parameters()}
-        sizes: dict[int, int] = {}
-
-        def keep(x: Tensor) -> Tensor:
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in storages:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return x  # alive, so no other storage gets its address
-
         x, y = torch.randn(9, 16, requires_grad=True), torch.randn(7, 8, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            out = stacks(x, y, recomputed, RNG.clone())
+        gc.collect()
+        before = storages()
+        out = stacks(x, y, recomputed, RNG.clone())
+        sizes = storages()
         out.sum().backward()
-        return sum(sizes.values())
+        return sum(size for place, size in sizes.items() if place not in before)
 
     inputs = 4 * (9 * 16 + 7 * 8)  # of one encoder and one decoder layer
     if normalize_before:  # the residual stream, and its LayerNorm
@@ -123,22 +121,20 @@ def test_recomputed_layers_keep_only_their_inputs(normalize_before: bool) -> Non
 
 def test_recomputation_is_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
-    forward = EncoderLayer.forward_in_stack
-    backward = feed_forward._FeedForward.backward
+    run, backward = Stack._run, FeedForward.backward
     layers = [EncoderLayer(8, 16, 2, **RATES) for _ in range(3)]
-    names = {id(layer): f"layer {place}" for place, layer in enumerate(layers)}
 
-    def counted(self: EncoderLayer, *arguments: Any) -> Any:
-        runs.append(names[id(self)])
-        return forward(self, *arguments)
+    def noted(self: Stack, layer: Any, *arguments: Any) -> Any:
+        runs.append(f"layer {self.layers.index(layer)}")
+        return run(self, layer, *arguments)
 
-    def noted(*arguments: Any) -> Any:
-        gradients = backward(*arguments)
+    def finished(*arguments: Any, **named: Any) -> Any:
+        gradients = backward(*arguments, **named)
         runs.append("backward")
         return gradients
 
-    monkeypatch.setattr(EncoderLayer, "forward_in_stack", counted)
-    monkeypatch.setattr(feed_forward._FeedForward, "backward", noted)
+    monkeypatch.setattr(Stack, "_run", noted)
+    monkeypatch.setattr(FeedForward, "backward", finished)
     x = torch.randn(5, 8, requires_grad=True)
     y = run_encoder(layers, None, x, lengths(5), RNG.clone(), checkpoint_activations=True)
     assert runs == ["layer 0", "layer 1", "layer 2"]
@@ -149,3 +145,46 @@ def test_recomputation_is_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     with torch.no_grad():
         run_encoder(layers, None, x, lengths(5), RNG.clone(), checkpoint_activations=True)
     assert runs == ["layer 0", "layer 1", "layer 2"]
+
+
+@NORMS
+def test_backward_frees_what_a_layer_has_saved(
+    normalize_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the next layer runs, not at the end of the stack."""
+    live: list[int] = []
+    backward = FeedForward.backward
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        live.append(sum(storages().values()))
+        return backward(*arguments, **named)
+
+    monkeypatch.setattr(FeedForward, "backward", noted)
+    rows = 500
+    layers = [EncoderLayer(8, 16, 2, normalize_before=normalize_before) for _ in range(3)]
+    x = torch.randn(rows, 8, requires_grad=True)
+    run_encoder(layers, None, x, lengths(rows), RNG.clone()).sum().backward()
+    saved = 4 * rows * (3 * 8 + 2 * 8 + 16)  # at least: q, k, v, two sums, the activation
+    assert live[0] - live[1] > saved and live[1] - live[2] > saved
+
+
+@NORMS
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_frozen_layers_save_nothing(normalize_before: bool, recomputed: bool) -> None:
+    def gradients(frozen: int) -> list[Tensor]:
+        torch.manual_seed(3)
+        layers = [EncoderLayer(8, 16, 2, normalize_before=normalize_before) for _ in range(3)]
+        for layer in layers[:frozen]:
+            layer.requires_grad_(False)
+        x, rng = torch.randn(9, 8), RNG.clone()
+        y = run_encoder(layers, None, x, lengths(9), rng, checkpoint_activations=recomputed)
+        kept = [x is not None for x in y.grad_fn.kept[-3:]]  # type: ignore[union-attr]
+        # In a pre-norm stack, the layer before ends with the LayerNorm of a trained one.
+        needed = 3 - frozen + (normalize_before and frozen > 0)
+        assert kept == [False] * (3 - needed) + [True] * needed
+        y.square().sum().backward()
+        assert all(p.grad is None for layer in layers[:frozen] for p in layer.parameters())
+        return [p.grad for p in layers[2].parameters() if p.grad is not None]
+
+    whole, found = gradients(0), gradients(2)
+    assert len(whole) == 16 and all(map(torch.equal, whole, found))

@@ -21,6 +21,7 @@ from helpers.parity import LS, NATIVE, PAD, VOCABULARY, ParityError, command_lin
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.layers.node import Input
 from lightseq_fairseq.layers.residual_norm import layer_norm
 from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.packing import Packed, PackedBatch
@@ -311,16 +312,16 @@ def positions_start_at_zero(patch: Patch) -> None:
 
 
 def change_embed(patch: Patch, change: Callable[[Arguments], Any]) -> None:
-    embed = transformer.embed
+    embed = transformer.embed_and_cast
     signature = inspect.signature(embed)
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         after = change(bound.arguments)
         x = embed(*bound.args, **bound.kwargs)
-        return after(x) if callable(after) else x
+        return Input(after(x.x)) if callable(after) else x
 
-    patch.setattr(transformer, "embed", changed)
+    patch.setattr(transformer, "embed_and_cast", changed)
 
 
 # Dropout, in runs that keep every unit and scale it
@@ -347,7 +348,7 @@ def scale_of(a: Arguments) -> float:
 def dropout_before_layernorm_embedding(patch: Patch) -> None:
     def change(a: Arguments) -> Any:
         norm, a["norm"] = a["norm"], None
-        return lambda x: layer_norm(x, norm, a["rng"])[1]
+        return lambda x: layer_norm(x, norm, a["rng"])
 
     change_embed(patch, change)
 

@@ -117,8 +117,8 @@ def the_head_sees_the_next_row(patch: Patch) -> None:
 
 @mutation("masked")
 def embeddings_are_scaled(patch: Patch) -> None:
-    embed = transformer.embed
-    patch.setattr(transformer, "embed", lambda *a, **k: embed(*a, **{**k, "scale": 4.0}))
+    embed = transformer.embed_and_cast
+    patch.setattr(transformer, "embed_and_cast", lambda *a, **k: embed(*a, **{**k, "scale": 4.0}))
 
 
 @mutation("masked")
@@ -135,8 +135,8 @@ def the_dropout_of_the_embedding_has_no_gradient(patch: Patch) -> None:
 
 @mutation("masked-dropout")
 def no_dropout_after_the_norm_of_the_embedding(patch: Patch) -> None:
-    embed = transformer.embed
-    patch.setattr(transformer, "embed", lambda *a, **k: embed(*a, **{**k, "p": 0.0}))
+    embed = transformer.embed_and_cast
+    patch.setattr(transformer, "embed_and_cast", lambda *a, **k: embed(*a, **{**k, "p": 0.0}))
 
 
 # Fine-tuning

@@ -12,9 +12,9 @@ import torch
 from helpers.ops_testing import skip_without_fp8
 from helpers.training_runs import ON_GPU
 
-from lightseq_fairseq.memory.arrival import wait_for
 from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.memory.parameters import flatten_parameters
+from lightseq_fairseq.memory.passes import Pass
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 from lightseq_fairseq.step.exchange import Exchange, Ranks
 
@@ -151,9 +151,12 @@ def test_a_replay_waits_for_the_gathers_before_its_launch() -> None:
     read, graph, cycles = low.zeros(), torch.cuda.CUDAGraph(), 50_000_000
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin(capture_error_mode="thread_local")
-        with torch.no_grad(), exchange.arriving():
-            wait_for(*module.parameters())
+        exchange.begin_forward()
+        around = Pass(exchange.gradients, wait_until=exchange.wait_until)
+        with torch.no_grad(), around.entered():
+            around.wait_for(module.parameters())
             read.copy_(low.data)
+            around.end_forward()
         exchange.finish_all()
         graph.capture_end()
 

@@ -1,0 +1,134 @@
+"""A weight, and all that a layer does with it: products in the model's precision or in fp8.
+
+In fp8 both operands of a product are E4M3, and its result is bfloat16. Where an op of the layers
+produces an operand, it casts it (the embedding; LayerNorm, the activation and attention, forward
+and backward); the others are cast here.
+
+Shapes: T = packed tokens, K = inputs, N = outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightseq_fairseq import ops
+from lightseq_fairseq.layers.node import Input
+from lightseq_fairseq.memory import passes
+from lightseq_fairseq.memory.gradients import Gradients
+from lightseq_fairseq.memory.parameters import read_as_one
+from lightseq_fairseq.ops import Cast, Quantised
+from lightseq_fairseq.ops.arguments import Operand
+from lightseq_fairseq.ops.casting import E4M3
+
+
+class Weight:
+    """Parameters that one product reads as one matrix [N, K]; it belongs to one pass.
+
+    Args:
+        weights: their rows follow each other.
+        biases: of the same rows; empty if this product adds none.
+        spared: a single weight, and perhaps its bias, are read with their spare rows.
+
+    Attributes:
+        input_cast, gradient_cast: how the ops that produce the product's input and the gradient of
+            its result cast them; None if the product is not in fp8.
+    """
+
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), spared: bool = False
+    ) -> None:
+        self.parameters = (*weights, *biases)
+        self._groups = [group for group in (weights, biases) if group]
+        self._spared = spared
+        self._fp8 = fp8 = passes.current().fp8.operands(weights)
+        self.input_cast: Cast | None = None if fp8 is None else fp8.input
+        self.gradient_cast: Cast | None = None if fp8 is None else fp8.gradient
+
+    @classmethod
+    def of(cls, *projections: nn.Linear, bias: bool = True) -> Weight:
+        """Of one or more ``nn.Linear``; bias: the product adds their biases."""
+        return cls([p.weight for p in projections], [p.bias for p in projections if bias])
+
+    @property
+    def matrix(self) -> Operand:
+        if self._fp8 is not None:
+            return self._fp8.matrix
+        return read_as_one(self._groups[0], self._spared)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return read_as_one(self._groups[1], self._spared) if len(self._groups) > 1 else None
+
+    def wait(self) -> None:
+        """Wait until all ranks have sent what the product reads."""
+        passes.current().wait_for(read_as_one(group, self._spared) for group in self._groups)
+
+    def multiply(self, x: Input) -> tuple[Tensor, Tensor]:
+        """x weight^T + bias [T, N], and what backward needs of x [T, K]."""
+        operand, kept = self.operand(x)
+        return ops.linear_fwd(operand, self.matrix, self.bias), kept
+
+    def operand(self, x: Input) -> tuple[Operand, Tensor]:
+        """x as an op reads it, and what backward needs of it: x, or if it exists its transpose."""
+        if self._fp8 is None:
+            return x.x, x.x
+        cast = self._fp8.input
+        if x.cast is not cast:
+            x = Input(x.x, *ops.fp8_quantise(x.x, cast), cast)
+        assert x.values is not None
+        self._fp8.count(x.values.numel())
+        kept = x.transpose if x.has_transpose else x.x
+        assert kept is not None
+        return Quantised(x.values, None, cast.scale), kept
+
+    def kept_operand(self, kept: Tensor) -> Operand:
+        """The input as an op reads it in backward; kept: from `operand`."""
+        if self._fp8 is None:
+            return kept
+        scale = self._fp8.input.scale
+        if kept.dtype != E4M3:
+            kept = ops.fp8_transpose(kept, scale)
+        return Quantised(None, kept, scale)
+
+    def gradient_like(self, y: Tensor) -> Tensor:
+        """Memory for the gradient of y, a result of this product, as attention writes it."""
+        return torch.empty_like(y, dtype=None if self._fp8 is None else E4M3)
+
+    def gradient(
+        self, dy: Operand, dbias: Tensor | None = None, accumulate: bool = False
+    ) -> Operand:
+        """The gradient of the result as an op reads it.
+
+        dbias: in fp8 the op that casts or transposes dy writes it here.
+        """
+        if self._fp8 is None:
+            return dy
+        cast = self._fp8.gradient
+        if isinstance(dy, Tensor):
+            if dy.dtype == E4M3:
+                parts = dy, ops.fp8_transpose(dy, cast.scale, dbias, accumulate)
+            else:
+                parts = ops.fp8_quantise(dy, cast, dbias, accumulate)
+            dy = Quantised(*parts, cast.scale)
+        assert dy.values is not None
+        self._fp8.count(dy.values.numel())
+        return dy
+
+    def backward(
+        self, dy: Operand, kept: Tensor, to: Gradients, need_dx: bool = True,
+        onto: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """dx [T, K], unless it is added ``onto`` another gradient of x or not needed.
+
+        dy: [T, N], memory of `gradient_like`, or cast by ``gradient_cast``.
+        to: receives the gradients of the parameters.
+        """
+        with to.of(*self._groups, spared=self._spared) as (tensors, accumulate):
+            dweight, dbias = (*tensors, None)[:2]
+            dy, x = self.gradient(dy, dbias, accumulate), self.kept_operand(kept)
+            dbias = dbias if self._fp8 is None else None
+            need_dx = need_dx and onto is None
+            return ops.linear_bwd(dy, x, self.matrix, dweight, dbias, accumulate, need_dx, onto)
