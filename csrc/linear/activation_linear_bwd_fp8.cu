@@ -251,7 +251,7 @@ std::tuple<Tensor, Tensor> fp8_activation_linear_bwd(const Operand& of_dy, const
           : start(fp8_activation_linear_bwd_kernel<false>);
   } else if (rows > 0) {
     const Tensor dx =
-        fp8_linear_fwd(of_dy, {.values = weight_transpose, .scale = of_weight.scale}, std::nullopt);
+        fp8_linear_fwd(of_dy, {weight_transpose, std::nullopt, of_weight.scale}, std::nullopt);
     fp8_activation_bwd(kOp, dx, y_transpose, slope, scale, cast);
   }
   if (dbias.has_value()) add_partials(partials, gradients, accumulate, stream);

@@ -365,6 +365,8 @@ def test_gpu_equals_cpu_without_synchronising(name):
         if name.startswith("fp8") or name.endswith("cast"):
             is_rounded = mine.is_floating_point() and mine.itemsize < 4
             bound = torch.finfo(mine.dtype if is_rounded else torch.bfloat16).eps
+        if mine.dtype == torch.uint8:  # codes of the slope
+            bound = 1
         if mine.itemsize == 1 and mine.is_floating_point():
             mine, other = mine.float(), other.float()  # assert_close knows no bounds in 8 bits
         torch.testing.assert_close(mine.cpu(), other, rtol=bound, atol=bound)

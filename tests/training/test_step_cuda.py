@@ -17,6 +17,7 @@ from helpers.training_runs import ON_GPU, PRECISIONS, captured_graphs
 
 from lightseq_fairseq.ops.update_scalars import Given
 from lightseq_fairseq.step import training_step
+from lightseq_fairseq.training import captured as captured_training
 
 pytestmark = pytest.mark.gpu
 
@@ -190,8 +191,8 @@ def test_overflows_are_skipped_as_fairseq_skips_them(
 ) -> None:
     """The scale doubles every third update until it is too large, again and again.
 
-    The host has started two more updates when it learns that one was skipped; in the eager run it
-    waits for every update. Without dropout, whose bits differ from fairseq's.
+    The host has started more updates when it learns that one was skipped; in the eager run it waits
+    for every update. Without dropout, whose bits differ from fairseq's.
     """
     flags = {**ON_GPU, "fp16": True, "fp16_init_scale": 2**13, "fp16_scale_window": 3}
     flags |= {"max_update": 40, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
@@ -202,7 +203,7 @@ def test_overflows_are_skipped_as_fairseq_skips_them(
     captured = found("captured", **flags, log_interval=1)
     skips = {"captured": scales()}
     with monkeypatch.context() as waiting:
-        waiting.setattr(captured, "steps_ahead", lambda *_: 0)
+        waiting.setattr(captured_training, "steps_ahead", lambda *_: 0)
         eager = found("eager", captured=False, **flags, log_interval=1)
     skips["eager"] = scales()
     found("native", native=True, **{**flags, **runs.NATIVE}, log_interval=1)
