@@ -38,7 +38,7 @@ class PackedModel(Protocol):
 class ClassifyingModel(Protocol):
     """A model with classification heads that the captured step can train."""
 
-    def packed_logits(self, batch: Packed, rng: Tensor, head: str) -> Tensor:
+    def class_outputs(self, batch: Packed, rng: Tensor, head: str) -> Tensor:
         """Outputs [B, classes] of the classification head with this name."""
         ...
 
@@ -200,7 +200,7 @@ class SentenceClasses:
     ) -> tuple[Tensor, list[Tensor]]:
         """See ``Objective``."""
         labels = batch["target"]["labels"]
-        logits = _fitted(_wide(model.packed_logits(batch, rng, self.head)), len(labels))
+        logits = _fitted(_wide(model.class_outputs(batch, rng, self.head)), len(labels))
         losses = functional.cross_entropy(logits, labels, reduction="none")  # ignores -100
         correct = logits.argmax(1) == labels
         return losses, [losses.detach(), correct.to(losses.dtype)]
@@ -237,7 +237,7 @@ class SentenceNumbers:
         """See ``Objective``."""
         target = batch["target"]
         numbers, is_real = target["labels"].view(torch.float64), _is_real(target)
-        predicted = _wide(model.packed_logits(batch, rng, self.head)).flatten()
+        predicted = _wide(model.class_outputs(batch, rng, self.head)).flatten()
         predicted = _fitted(predicted, len(numbers))
         wanted = numbers.to(predicted.dtype).masked_fill(~is_real, 0.0)
         losses = (predicted - wanted).square().masked_fill(~is_real, 0.0)
