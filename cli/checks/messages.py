@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import GPUHangs, UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.checks.causes import Cause
@@ -109,7 +110,7 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
         built_words, *built_width = built.split(", ")
         if name.endswith(_VOCABULARY) and saved_width == built_width:
             side = "source " if name.startswith("encoder") else "target "
-            side = "" if getattr(request.args, "task", None) == "language_modeling" else side
+            side = "" if families.has_prompts(getattr(request.args, "task", None)) else side
             return (
                 f"The dictionary does not match {checkpoint}: the {side}dictionary in "
                 f"{_data_folder(request)} has {built_words} words, but the checkpoint was trained "

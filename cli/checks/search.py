@@ -7,6 +7,7 @@ import json
 import os
 import sys
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
 
@@ -21,7 +22,7 @@ _OF_TRANSLATION = {
 def of_translation(request: Request) -> None:
     """Raises UserError for an option of translation where a language model generates text."""
     args = request.args
-    if args.task != "language_modeling":
+    if not families.has_prompts(args.task):
         return
     for name, reason in _OF_TRANSLATION.items():
         if getattr(args, name, None):
