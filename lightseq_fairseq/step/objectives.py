@@ -184,16 +184,30 @@ class MaskedTokens:
 
 
 @dataclass(frozen=True)
-class SentenceClasses:
-    """Cross entropy of each sentence's class, in float32 as in fairseq (float64 for float64).
-
-    Source: ``fairseq.criterions.sentence_prediction``.
+class _OfSentences:
+    """What the objectives of whole sentences share.
 
     Attributes:
         head: name of the model's classification head.
     """
 
     head: str
+
+    def sample_size(self, batches: Sequence[PackedBatch]) -> int:
+        """See ``Objective``."""
+        return sum(batch.count("target") for batch in batches)
+
+    def unused(self, model: Any) -> Iterable[Tensor]:
+        """See ``Objective``."""
+        unused: Iterable[Tensor] = model.unused_by(self.head)
+        return unused
+
+
+class SentenceClasses(_OfSentences):
+    """Cross entropy of each sentence's class, in float32 as in fairseq (float64 for float64).
+
+    Source: ``fairseq.criterions.sentence_prediction``.
+    """
 
     def losses(
         self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
@@ -205,31 +219,17 @@ class SentenceClasses:
         correct = logits.argmax(1) == labels
         return losses, [losses.detach(), correct.to(losses.dtype)]
 
-    def sample_size(self, batches: Sequence[PackedBatch]) -> int:
-        """See ``Objective``."""
-        return sum(batch.count("target") for batch in batches)
-
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
         """See ``Objective``."""
         return {"loss": sums[0], "ncorrect": sums[1]}
 
-    def unused(self, model: Any) -> Iterable[Tensor]:
-        """See ``Objective``."""
-        unused: Iterable[Tensor] = model.unused_by(self.head)
-        return unused
 
-
-@dataclass(frozen=True)
-class SentenceNumbers:
+class SentenceNumbers(_OfSentences):
     """Squared errors of the numbers that belong to each sentence, in float32 as in fairseq.
 
-    Source: ``fairseq.criterions.sentence_prediction`` with ``--regression-target``.
-
-    Attributes:
-        head: name of the model's classification head, which has an output for each number.
+    The head has an output for each number. Source: ``fairseq.criterions.sentence_prediction`` with
+    ``--regression-target``.
     """
-
-    head: str
 
     def losses(
         self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
@@ -243,18 +243,9 @@ class SentenceNumbers:
         losses = (predicted - wanted).square().masked_fill(~is_real, 0.0)
         return losses, [losses.detach(), is_real.to(losses.dtype)]
 
-    def sample_size(self, batches: Sequence[PackedBatch]) -> int:
-        """See ``Objective``."""
-        return sum(batch.count("target") for batch in batches)
-
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
         """See ``Objective``. fairseq counts each number as a sentence."""
         return {"loss": sums[0], "nsentences": int(sums[1])}
-
-    def unused(self, model: Any) -> Iterable[Tensor]:
-        """See ``Objective``."""
-        unused: Iterable[Tensor] = model.unused_by(self.head)
-        return unused
 
 
 def _is_real(rows: Rows) -> Tensor:
