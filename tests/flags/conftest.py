@@ -1,4 +1,4 @@
-"""Runs of the tests of training's settings; each file has its own."""
+"""Data, checkpoints and runs that tests of settings share; each file has its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import helpers.cli_runs as cli_runs
 import helpers.flag_training as flag_training
 import pytest
+from helpers.flag_runs import launch
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cli_runs.binarise(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    launch("train", data, folder, "", ok=True)
+    return folder / "checkpoint_last.pt"
 
 
 @pytest.fixture(scope="module")

@@ -98,18 +98,6 @@ ON_CONDITION = [
 PADS = "--left-pad-target --num-batch-buckets 2"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    launch("train", data, folder, "", ok=True)
-    return folder / "checkpoint_last.pt"
-
-
 @pytest.mark.parametrize(
     ("command", "line"),
     [(command, line) for command, lines in REFUSED.items() for line in lines]
