@@ -191,6 +191,8 @@ print(*flags.family_settings(section))
     [
         ("--task verses --criterion ls_masked_lm", "use --criterion ls_cross_entropy."),
         ("--task translation", "--arch ls_poet trains on verses, but --task translation provides"),
+        ("--task verses --pack-tokens", "but --arch ls_poet trains on other data"),
+        ("--task verses --fp8", "--fp8 needs --bf16"),  # our layers, whatever the family
     ],
 )
 def test_a_new_family_refuses_what_does_not_fit(
