@@ -10,6 +10,7 @@ import sys
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.words.defaults import flag_of
 
 # Options of generation -> why a language model cannot use them.
 _OF_TRANSLATION = {
@@ -27,7 +28,7 @@ def of_translation(request: Request) -> None:
     for name, reason in _OF_TRANSLATION.items():
         if getattr(args, name, None):
             raise UserError(
-                f"--{name.replace('_', '-')} cannot be used with a language model, because "
+                f"{flag_of(name)} cannot be used with a language model, because "
                 f"{reason}: remove it."
             )
 

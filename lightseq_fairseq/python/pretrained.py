@@ -16,6 +16,7 @@ from lightseq_fairseq.cli.checks import Request, messages, parsing
 from lightseq_fairseq.cli.start import launch
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.words import command_lines
+from lightseq_fairseq.cli.words.defaults import flag_of
 
 StrPath = str | os.PathLike[str]
 Self = TypeVar("Self", bound="Pretrained")
@@ -169,7 +170,7 @@ def _words(options: dict[str, Any]) -> tuple[str, ...]:
     """Options as words of a command line."""
     words: list[str] = []
     for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
+        flag = flag_of(name)
         if value is True:
             words.append(flag)
         elif isinstance(value, (list, tuple)):

@@ -9,7 +9,7 @@ from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.checks.failures.cause import Cause
 from lightseq_fairseq.cli.checks.failures.known import Known, Rule
 from lightseq_fairseq.cli.words.command_lines import ended
-from lightseq_fairseq.cli.words.defaults import value
+from lightseq_fairseq.cli.words.defaults import flag_of, value
 
 # fairseq's own checks of flags whose message already says what is wrong.
 _PLAIN = (
@@ -18,10 +18,6 @@ _PLAIN = (
     r"gradients are Nan/Inf in update|DiverseBeamSearch requires"
 )
 _CHECKS = "AssertionError ValueError FloatingPointError"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _devices(found: re.Match[str], request: Request) -> str:
@@ -81,13 +77,13 @@ def _user_dir(failure: Cause, request: Request) -> str | None:
 def _override(found: re.Match[str], request: Request) -> str:
     """A value that a component's configuration rejects."""
     if (given := found[3].strip("'")) == "null":
-        return f"{_flag(found[2])} is missing, but this {_flag(found[1])} needs it: add it."
-    return f"{_flag(found[2])} cannot be {given}: use a value that --fairseq-help allows."
+        return f"{flag_of(found[2])} is missing, but this {flag_of(found[1])} needs it: add it."
+    return f"{flag_of(found[2])} cannot be {given}: use a value that --fairseq-help allows."
 
 
 def _unconfigured(found: re.Match[str], request: Request) -> str:
     """fairseq registers the component without a configuration."""
-    flag = _flag(found[1])
+    flag = flag_of(found[1])
     return (
         f"{flag} {found[2]} cannot be used, because this version of fairseq has no configuration "
         f"for it: choose another {flag}."
@@ -136,7 +132,7 @@ RULES: tuple[Rule, ...] = (
     Known(
         r"(\w+) is required!$",
         lambda found, request: (
-            f"{_flag(found[1])} is missing: add it (lightseq-train "
+            f"{flag_of(found[1])} is missing: add it (lightseq-train "
             "--fairseq-help lists its choices)."
         ),
         kind=_CHECKS,
@@ -162,7 +158,9 @@ RULES: tuple[Rule, ...] = (
     Known(r"In 'config': Could not find '(\w+)/(\w+)'", _unconfigured),
     Known(  # of a tokenizer or a BPE that the command builds
         r"Missing mandatory value: (?:\w+\.)*(\w+)\n",
-        lambda found, request: f"{_flag(found[1])} is missing, but this command needs it: add it.",
+        lambda found, request: (
+            f"{flag_of(found[1])} is missing, but this command needs it: add it."
+        ),
     ),
     Known(r"Error merging override (\w+)\.(\w+)=(.*)", _override),
 )
