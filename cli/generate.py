@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import click
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli import score
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
@@ -90,7 +91,7 @@ def _translate(
                 fairseq_main(looked_up_once(args))
         if (note := out.unknown.sentence()) is not None:
             click.echo(f"lightseq-generate: note: {note}", err=True)
-        if args.task == "language_modeling" and reference is None:
+        if families.has_prompts(args.task) and reference is None:
             return  # the targets are the prompts, and each result begins with its prompt
         try:
             title = f"Generate {args.gen_subset} with beam={args.beam}"

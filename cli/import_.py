@@ -10,6 +10,7 @@ import click
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.commands import CommandError, own
+from lightseq_fairseq.cli.words.defaults import flag_of
 
 
 @own("lightseq-import")
@@ -75,7 +76,7 @@ def _flags(args: Namespace) -> Iterator[str]:
     for name, default in vars(usual).items():
         value = getattr(args, name, default)
         if value != default and name not in ("decoder_input_dim", "decoder_output_dim"):
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             yield flag if value is True else f"{flag} {value}"
 
 

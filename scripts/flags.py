@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,17 +24,14 @@ from lightseq_fairseq import plugins  # noqa: F401  (prepares fairseq)
 
 # isort: split
 from fairseq import options, registry
-from fairseq.criterions.sentence_prediction import SentencePredictionCriterion
+from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.dataclass.configs import CommonEvalConfig, DatasetConfig, EvalLMConfig
 from fairseq.dataclass.utils import gen_parser_from_dataclass
-from fairseq.models.roberta import RobertaModel
-from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from fairseq.models import MODEL_REGISTRY
 from fairseq.optim.bmuf import FairseqBMUF
-from fairseq.tasks.language_modeling import LanguageModelingConfig
-from fairseq.tasks.masked_lm import MaskedLMTask
-from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
-from lightseq_fairseq.base.families import LANGUAGE_MODEL, ROBERTA, TRANSLATION, Family
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.families import LANGUAGE_MODEL, ROBERTA, TRANSLATION, Family, Task, named
 from lightseq_fairseq.cli import generate, train
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.cli.words.command_lines import actions_of
@@ -41,57 +39,14 @@ from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import FALLBACK, HONOURED, REFUSED, SEVERAL_RANKS, UNREAD
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
-COMMANDS = {
-    "train": (
-        options.get_training_parser,
-        "data --arch ls_transformer --optimizer ls_adam --criterion "
-        "ls_label_smoothed_cross_entropy --lr-scheduler inverse_sqrt",
-    ),
-    "generate": (options.get_generation_parser, "data"),
-    "validate": (options.get_validation_parser, "data --task translation"),
-    "interactive": (options.get_interactive_generation_parser, "data"),
+PARSERS = {
+    "train": options.get_training_parser,
+    "generate": options.get_generation_parser,
+    "validate": options.get_validation_parser,
+    "interactive": options.get_interactive_generation_parser,
+    "eval-lm": options.get_eval_lm_parser,
 }
-# The settings of language models: command -> its parser, a command line, and the classes whose
-# settings are listed. Not listed: settings that a class copies from another one (fairseq's ``II``).
-TEXT_COMMANDS = {
-    "train": (
-        options.get_training_parser,
-        "data --task language_modeling --arch ls_transformer_lm --optimizer ls_adam --criterion "
-        "ls_cross_entropy",
-        (LanguageModelingConfig, TransformerLanguageModelConfig),
-    ),
-    "eval-lm": (
-        options.get_eval_lm_parser,
-        "data",
-        (LanguageModelingConfig, EvalLMConfig, CommonEvalConfig, DatasetConfig),
-    ),
-}
-# The same for RoBERTa; a key is a command and a task. In place of a class, there can be the name of
-# a setting of the translation table that has another answer here.
-_MASKED = "data --task masked_lm"
-_CLASSES = "data --task sentence_prediction --criterion sentence_prediction"
-ROBERTA_COMMANDS = {
-    "train masked_lm": (
-        options.get_training_parser,
-        f"{_MASKED} --arch ls_roberta --optimizer ls_adam --criterion ls_masked_lm",
-        (MaskedLMTask, RobertaModel, "--dataset-impl"),
-    ),
-    "train sentence_prediction": (
-        options.get_training_parser,
-        f"{_CLASSES} --arch ls_roberta --optimizer ls_adam",
-        (SentencePredictionTask, SentencePredictionCriterion, RobertaModel, "--dataset-impl"),
-    ),
-    "validate masked_lm": (
-        options.get_validation_parser,
-        _MASKED,
-        (MaskedLMTask, "--dataset-impl", "--bpe"),
-    ),
-    "validate sentence_prediction": (
-        options.get_validation_parser,
-        _CLASSES,
-        (SentencePredictionTask, SentencePredictionCriterion, "--dataset-impl"),
-    ),
-}
+COMMANDS = ("train", "generate", "validate", "interactive")  # the columns of translation
 ROBERTA_NOTES = {
     "data": "in masked_lm `data:data2` for an epoch each",
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
@@ -282,9 +237,9 @@ class Row(NamedTuple):
 
     Attributes:
         aliases: all names of the setting.
-        commands: the commands that have it.
+        commands: the commands that have it; of another family than translation, its columns.
         choices: the choices that add this setting, for example "--lr-scheduler cosine"; empty if a
-            command line of `COMMANDS` has the setting already.
+            command has the setting without them.
     """
 
     aliases: list[str]
@@ -295,13 +250,47 @@ class Row(NamedTuple):
 ALONE = Row([], [], [])
 
 
+class Section(NamedTuple):
+    """The section of a family other than translation: the settings of its tasks and its models.
+
+    Attributes:
+        columns: a command, perhaps with a task (otherwise the family's first), and what else is
+            listed for it: classes of settings, and settings of the first table that have another
+            answer here. Not listed: settings that a class copies from another one (fairseq's
+            ``II``).
+    """
+
+    family: Family
+    columns: dict[str, tuple[Any, ...]]
+    introduction: str
+    notes: dict[str, str]
+
+
+OF_TEXT = Section(
+    LANGUAGE_MODEL,
+    {"train": (), "eval-lm": (EvalLMConfig, CommonEvalConfig, DatasetConfig)},
+    TEXT_INTRODUCTION,
+    TEXT_NOTES,
+)
+OF_ROBERTA = Section(
+    ROBERTA,
+    {
+        "train masked_lm": ("--dataset-impl",),
+        "train sentence_prediction": ("--dataset-impl",),
+        "validate masked_lm": ("--dataset-impl", "--bpe"),
+        "validate sentence_prediction": ("--dataset-impl",),
+    },
+    ROBERTA_INTRODUCTION,
+    ROBERTA_NOTES,
+)
+
+
 def translation_settings() -> dict[str, Row]:
     """Return the rows by the setting's name."""
     found: dict[str, Row] = {}
     plain: set[str] = set()
-    for command, (parser_of, words) in COMMANDS.items():
-        parser = parser_of()
-        options.parse_args_and_arch(parser, words.split())
+    for command in COMMANDS:
+        parser = parser_of(command, TRANSLATION)
         plain |= {flags.name(action) for action in parser._actions}
         for action, choice in [*((a, "") for a in parser._actions), *of_choices(command)]:
             name = flags.name(action)
@@ -326,20 +315,46 @@ def of_choices(command: str) -> Iterator[tuple[argparse.Action, str]]:
             yield action, "--use-bmuf"
 
 
-def family_settings(commands: dict[str, Any]) -> dict[str, Row]:
-    """Return the rows of language models or of RoBERTa by the setting's name.
+def task_of(column: str, family: Family) -> Task:
+    """The task of a column of a family."""
+    name = column.partition(" ")[2]
+    return families.tasks()[name] if name else family.tasks[0]
 
-    commands: ``TEXT_COMMANDS`` or ``ROBERTA_COMMANDS``.
+
+def parser_of(column: str, family: Family, *words: str) -> argparse.ArgumentParser:
+    """Return a command's parser with the settings of a task and of the family's models.
+
+    words: a part of a command line, which may add further settings.
     """
+    command, task = column.partition(" ")[0], task_of(column, family)
+    parser, recipe, line = PARSERS[command](), task.recipe, "data"
+    assert recipe is not None
+    if command in ("train", "validate"):
+        line += f" --task {task.name}"
+    if command == "train":
+        arch = next(name for name, cls in MODEL_REGISTRY.items() if cls is named(family.ours))
+        line += f" --arch {arch} {recipe.optimizer} {recipe.criterion} {recipe.schedule}"
+    elif "--criterion" in task.read:
+        line += f" {recipe.criterion}"
+    options.parse_args_and_arch(parser, [*shlex.split(line), *words])
+    return parser
+
+
+def family_settings(section: Section) -> dict[str, Row]:
+    """Return the rows of a section by the setting's name."""
     found: dict[str, Row] = {}
-    for command, (parser_of, words, sources) in commands.items():
-        parser = parser_of()
-        options.parse_args_and_arch(parser, words.split())
+    for column, others in section.columns.items():
+        task = task_of(column, section.family)
+        sources = [named(task.place), *others]
+        if column.startswith("train"):
+            sources.append(named(section.family.native))
+        if "--criterion" in task.read:
+            sources.append(CRITERION_REGISTRY[task.criteria[0]])
         listed = {name for source in sources for name in _names_of(source)}
-        for action in parser._actions:
+        for action in parser_of(column, section.family)._actions:
             if flags.name(action) in listed:
                 row = found.setdefault(flags.name(action), Row(list(action.option_strings), [], []))
-                row.commands.append(command)
+                row.commands.append(column)
     return found
 
 
@@ -357,7 +372,7 @@ def _names_of(source: Any) -> set[str]:
 def answer(column: str, name: str, row: Row, family: Family = TRANSLATION) -> tuple[str, str]:
     """Return how a command treats a setting: one of the four words, and the reason or "".
 
-    column: the command, perhaps with a task; a key of ``COMMANDS`` or of a family's.
+    column: of ``COMMANDS`` or of the family's section.
     """
     command, _, task = column.partition(" ")
     if name in settings.unread(command, task):
@@ -392,20 +407,12 @@ def own_flags() -> dict[str, str]:
 
 def text() -> str:
     """Return the text of docs/flags.md."""
-    translation = table(
-        translation_settings(),
-        list(COMMANDS),
-        answer,
-        NOTES,
-    )
+    translation = table(translation_settings(), list(COMMANDS), answer, NOTES)
     pages = [INTRODUCTION, *translation, ""]
-    for kind, introduction, commands, notes in (
-        (LANGUAGE_MODEL, TEXT_INTRODUCTION, TEXT_COMMANDS, TEXT_NOTES),
-        (ROBERTA, ROBERTA_INTRODUCTION, ROBERTA_COMMANDS, ROBERTA_NOTES),
-    ):
-        rows = family_settings(commands)
-        family = table(rows, list(commands), functools.partial(answer, family=kind), notes)
-        pages += [introduction, *family, ""]
+    for section in (OF_TEXT, OF_ROBERTA):
+        answers = functools.partial(answer, family=section.family)
+        rows = table(family_settings(section), list(section.columns), answers, section.notes)
+        pages += [section.introduction, *rows, ""]
     pages += [OWN_INTRODUCTION, "| flag | |", "|---|---|"]
     pages += [f"| `{name}` | {words} |" for name, words in own_flags().items()]
     pages += ["", WRONG_INPUT]

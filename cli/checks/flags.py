@@ -16,13 +16,14 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words.defaults import flag_of
 from lightseq_fairseq.plugins import conditions, settings
 from lightseq_fairseq.plugins.settings import REFUSED, SEVERAL_RANKS, WITHOUT, is_used, option
 
 
 def name(action: argparse.Action) -> str:
     """The name used here for a setting: if it has several names, the one in fairseq's code."""
-    read = "--" + action.dest.replace("_", "-")
+    read = flag_of(action.dest)
     return read if read in action.option_strings else [*action.option_strings, action.dest][0]
 
 

@@ -7,8 +7,10 @@ import json
 import os
 import sys
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.words.defaults import flag_of
 
 # Options of generation -> why a language model cannot use them.
 _OF_TRANSLATION = {
@@ -21,12 +23,12 @@ _OF_TRANSLATION = {
 def of_translation(request: Request) -> None:
     """Raises UserError for an option of translation where a language model generates text."""
     args = request.args
-    if args.task != "language_modeling":
+    if not families.has_prompts(args.task):
         return
     for name, reason in _OF_TRANSLATION.items():
         if getattr(args, name, None):
             raise UserError(
-                f"--{name.replace('_', '-')} cannot be used with a language model, because "
+                f"{flag_of(name)} cannot be used with a language model, because "
                 f"{reason}: remove it."
             )
 

@@ -19,6 +19,7 @@ from lightseq_fairseq.cli.checks.pairs import (
     prefix_flag,
     splits,
 )
+from lightseq_fairseq.cli.words.defaults import flag_of
 
 
 def text(request: Request) -> None:
@@ -189,7 +190,7 @@ def _adaptive(args: argparse.Namespace, words: int) -> None:
             "words, as in 20000,60000."
         )
     for name in ("adaptive_input_cutoff", "adaptive_softmax_cutoff"):
-        flag, text = f"--{name.replace('_', '-')}", chosen[name]
+        flag, text = flag_of(name), chosen[name]
         is_read = chosen["adaptive_input"] or name == "adaptive_softmax_cutoff"
         if not text or not is_read:
             continue
@@ -223,7 +224,7 @@ def _adaptive(args: argparse.Namespace, words: int) -> None:
     ):
         values = [chosen[name] for name in (one, other)]
         if values[0] != values[1]:
-            flags = [f"--{name.replace('_', '-')}" for name in (one, other)]
+            flags = [flag_of(name) for name in (one, other)]
             raise UserError(
                 f"--tie-adaptive-weights needs equal sizes, but {flags[0]} is {values[0]} and "
                 f"{flags[1]} is {values[1]}: set both to the same value."

@@ -15,6 +15,7 @@ from typing import Any
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import registries
+from lightseq_fairseq.cli.words.defaults import flag_of
 
 
 def path(request: Request) -> None:
@@ -33,9 +34,7 @@ def texts(request: Request) -> None:
     for name, (is_right, example) in _EVALUATED.items():
         text = getattr(args, name, None)
         if isinstance(text, str) and not is_right(text):
-            raise UserError(
-                f"--{name.replace('_', '-')} {text} cannot be read: write it like {example}."
-            )
+            raise UserError(f"{flag_of(name)} {text} cannot be read: write it like {example}.")
     if getattr(args, "eval_bleu", False):
         _search_settings(json.loads(args.eval_bleu_args))
     from fairseq.data.data_utils import post_process
@@ -43,7 +42,7 @@ def texts(request: Request) -> None:
 
     for name, value in vars(args).items():
         if isinstance(value, float) and math.isnan(value):
-            raise UserError(f"--{name.replace('_', '-')} is nan: use a number.")
+            raise UserError(f"{flag_of(name)} is nan: use a number.")
     if command == "eval-lm":
         _words_of_subwords(args.post_process)
     flag, symbol = joiner(command, args)
@@ -82,9 +81,7 @@ def numbers(request: Request) -> None:
             counts = found if isinstance(found, list) else [found]
             for count in counts:
                 if count is not None and count < least:
-                    raise UserError(
-                        f"--{name.replace('_', '-')} is {count}: it must be at least {least}."
-                    )
+                    raise UserError(f"{flag_of(name)} is {count}: it must be at least {least}.")
     rank, ranks = args.distributed_rank, args.distributed_world_size
     if rank is not None and not 0 <= rank < ranks:
         raise UserError(
@@ -97,9 +94,7 @@ def numbers(request: Request) -> None:
                  "label_smoothing"):  # fmt: skip
         rate = getattr(args, name, None) or 0
         if not 0 <= rate < 1:
-            raise UserError(
-                f"--{name.replace('_', '-')} is {rate}: it must be at least 0 and below 1."
-            )
+            raise UserError(f"{flag_of(name)} is {rate}: it must be at least 0 and below 1.")
 
 
 def criterion_of_classes(request: Request) -> None:

@@ -24,7 +24,7 @@ from click.shell_completion import CompletionItem
 from lightseq_fairseq import cli
 from lightseq_fairseq.base.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.cli.checks import Request, messages, parsing
-from lightseq_fairseq.cli.checks.causes import Cause
+from lightseq_fairseq.cli.checks.failures.cause import Cause
 from lightseq_fairseq.cli.start.commands import CommandError, OneSentence, version
 from lightseq_fairseq.cli.start.logs import LOG_CONFIG
 from lightseq_fairseq.cli.start.old_lightseq import conflict

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.words.defaults import flag_of
 from lightseq_fairseq.fairseq_compat import patching
 
 # Command -> fairseq's function that makes its parser; None if fairseq has no such command.
@@ -180,7 +181,7 @@ def _component_with(flag: str, known: set[str]) -> str | None:
 
     registries = {"--arch": ARCH_MODEL_REGISTRY, "--task": TASK_REGISTRY}
     for name, registry in REGISTRIES.items():
-        registries["--" + name.replace("_", "-")] = registry["registry"]
+        registries[flag_of(name)] = registry["registry"]
     for whose, registry in registries.items():
         if whose in known:
             for name, component in registry.items():

@@ -93,6 +93,11 @@ PRECISION = (
 )
 
 
+def flag_of(setting: str) -> str:
+    """The flag of a setting that has this name in fairseq's namespace."""
+    return "--" + setting.replace("_", "-")
+
+
 def values(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[int, int, str]]:
     """Yields (word index, first character, text) of each value that ``argv`` gives to a flag.
 

@@ -55,6 +55,9 @@ class Task(NamedTuple):
             unlike most others; and those that they use, unlike most others.
         adds_losses: its training step adds the losses of several batches, and is not that of most
             tasks; the captured step does the same.
+        prompts: generation continues its samples; they have no source.
+        dictionaries: the files of "source", "target" and "label" in the data folder, in which
+            {...} are settings of the task; None: `checkpoints.export` does not know them.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Task(NamedTuple):
     unread: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
     adds_losses: bool = False
+    prompts: bool = False
+    dictionaries: dict[str, str] | None = None
 
 
 class Family(NamedTuple):
@@ -82,6 +87,9 @@ class Family(NamedTuple):
         adaptive: the recipe of models with adaptive softmax.
         generates: whether our search runs its models.
         packs_pairs: whether --pack-tokens fills its batches.
+        exports: whether lightseq-export knows its models.
+        symbols: those that its tasks add to the words of a dictionary file.
+        not_ctranslate2: why CTranslate2 cannot read its models, and what to do, for a message.
     """
 
     name: str
@@ -95,6 +103,9 @@ class Family(NamedTuple):
     adaptive: Recipe | None = None
     generates: bool = False
     packs_pairs: bool = False
+    exports: bool = False
+    symbols: tuple[str, ...] = ()
+    not_ctranslate2: str = ""
 
     def has_task(self, task: type) -> bool:
         """Whether a class of tasks provides the data of this family."""
@@ -117,6 +128,7 @@ _OF_PAIRS = (
             update_freq=1,
             updates=300_000,
         ),
+        dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
     ),
     Task(
         "translation_multi_simple_epoch",
@@ -140,6 +152,7 @@ TRANSLATION = Family(
     batches=("lightseq_fairseq.training.batch.pairs:PackingPairs",),
     generates=True,
     packs_pairs=True,
+    exports=True,
 )
 MULTILINGUAL = Family(
     "multilingual translation",
@@ -171,6 +184,8 @@ LANGUAGE_MODEL = Family(
                 update_freq=16,
                 updates=50_000,
             ),
+            prompts=True,
+            dictionaries={"source": "dict.txt"},
         ),
     ),
     batches=("lightseq_fairseq.training.batch.text:PackingText",),
@@ -189,6 +204,7 @@ LANGUAGE_MODEL = Family(
         updates=286_000,
     ),
     generates=True,
+    exports=True,
 )
 
 # fairseq's examples/roberta/README.pretraining.md, of roberta_base.
@@ -242,6 +258,7 @@ ROBERTA = Family(
                 *("--gpt2-encoder-json", "--gpt2-vocab-bpe"),
                 *("--sentencepiece-model", "--sentencepiece-model-path"),
             ),
+            dictionaries={"source": "dict.txt"},
         ),
         Task(
             "multilingual_masked_lm",
@@ -249,6 +266,7 @@ ROBERTA = Family(
             "text to mask",
             recipe=_PRETRAINING,
             criteria=("ls_masked_lm", "masked_lm"),
+            dictionaries={"source": "dict.txt"},
         ),
         Task(
             "sentence_prediction",
@@ -259,6 +277,7 @@ ROBERTA = Family(
             criteria=("ls_sentence_prediction", "sentence_prediction"),
             unread=("--dataset-impl", "--add-prev-output-tokens"),
             read=("--criterion",),  # the task takes settings from it
+            dictionaries={"source": "input0/dict.txt", "label": "label/dict.txt"},
         ),
         Task(
             "sentence_ranking",
@@ -266,6 +285,7 @@ ROBERTA = Family(
             "sentences with labels",
             recipe=_FINE_TUNING._replace(criterion="--criterion sentence_ranking"),
             criteria=("sentence_ranking",),
+            dictionaries={"source": "input0/dict.txt"},
         ),
     ),
     batches=(
@@ -273,6 +293,10 @@ ROBERTA = Family(
         "lightseq_fairseq.training.batch.classes:PackingClasses",
     ),
     supports=("--encoder-layers-to-keep",),
+    exports=True,
+    symbols=("<mask>",),
+    not_ctranslate2="CTranslate2 reads RoBERTa in the format of Hugging Face transformers alone, "
+    "not fairseq's: export this model with --to fairseq or --to safetensors.",
 )
 
 # The first task of the first family is the default of --task.
@@ -282,3 +306,14 @@ FAMILIES = (TRANSLATION, MULTILINGUAL, LANGUAGE_MODEL, ROBERTA)
 def tasks() -> dict[str, Task]:
     """The tasks of all families by their names."""
     return {task.name: task for family in FAMILIES for task in family.tasks}
+
+
+def has_prompts(task: str | None) -> bool:
+    """Whether generation with a task continues its samples, which have no source."""
+    known = tasks().get(task or "")
+    return known is not None and known.prompts
+
+
+def of_native(model: Any) -> Family | None:
+    """The family of fairseq's model; None for subclasses, which may compute something else."""
+    return next((family for family in FAMILIES if named(family.native) is model), None)

@@ -1,9 +1,9 @@
 """Exports trained models to other programs: stock fairseq, CTranslate2, readers of safetensors.
 
-The export builds fairseq's own Transformer, for translation or as a language model, or its RoBERTa,
-from the checkpoint's options and loads its weights, whichever program or version wrote the file. So
-every export has current parameter names, float32 weights and complete options. If the weights do
-not match the options, the error comes before anything is written.
+The export builds fairseq's own model from the checkpoint's options and loads its weights, whichever
+program or version wrote the file. So every export has current parameter names, float32 weights and
+complete options. If the weights do not match the options, the error comes before anything is
+written.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from lightseq_fairseq.checkpoints import names  # isort: skip  (prepares fairseq
 
 from fairseq import models, utils
 from fairseq.data import Dictionary, data_utils
-from fairseq.models import ARCH_MODEL_REGISTRY
-from fairseq.models.roberta import RobertaModel
-from fairseq.models.transformer import TransformerModel
-from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq.models import ARCH_MODEL_REGISTRY, BaseFairseqModel, FairseqLanguageModel
 
-from lightseq_fairseq.base import dictionaries, files
+from lightseq_fairseq.base import dictionaries, families, files
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import Family
 from lightseq_fairseq.checkpoints import saving
 from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint
 
@@ -42,7 +40,8 @@ class Trained:
 
     checkpoint: dict[str, Any]
     args: Namespace  #: the options, with native fairseq names only
-    model: TransformerModel | TransformerLanguageModel | RobertaModel  #: float32, on the CPU
+    model: BaseFairseqModel  #: float32, on the CPU
+    family: Family  #: of the model
 
 
 def read(source: Path) -> Trained:
@@ -58,7 +57,7 @@ def read(source: Path) -> Trained:
         raise UserError(
             f"{source} cannot be read ({error.strerror or error}): check its path."
         ) from error
-    args = _options(state, source)
+    args, family = _options(state, source)
     try:
         source_size, target_size = _sizes(state["model"])
         task = SimpleNamespace(
@@ -73,35 +72,39 @@ def read(source: Path) -> Trained:
             f"{source} does not contain the model that its options describe ({_short(error)}): use "
             "a checkpoint that training wrote."
         ) from error
-    return Trained(state, args, model.eval())
+    return Trained(state, args, model.eval(), family)
 
 
-def _options(state: dict[str, Any], source: Path) -> Namespace:
+def _options(state: dict[str, Any], source: Path) -> tuple[Namespace, Family]:
     cfg = state.get("cfg") or {}
     found: Any = names.native_cfg({"model": state.get("args") or cfg.get("model")})["model"]
     named = vars(found) if isinstance(found, Namespace) else found or {}
     arch = named.get("arch") or named.get("_name")
-    kind = ARCH_MODEL_REGISTRY.get(arch)
-    if kind not in (TransformerModel, TransformerLanguageModel, RobertaModel):
+    family = families.of_native(ARCH_MODEL_REGISTRY.get(arch))
+    if family is None or not family.exports:
+        known = ", ".join(each.name for each in families.FAMILIES if each.exports)
         what = f"a model of --arch {arch}" if arch else "no options of a model"
         raise UserError(
-            f"{source} contains {what}, but only fairseq's Transformer for translation or as a "
-            "language model, and its RoBERTa, can be exported: choose another checkpoint."
+            f"{source} contains {what}, but only fairseq's models of these kinds can be exported: "
+            f"{known}. Choose another checkpoint."
         )
     args = Namespace(**named, **{} if "arch" in named else {"arch": arch})
     # These options may be only in the task's section, which CTranslate2 does not read.
     task: Any = cfg.get("task") or {}
     task = vars(task) if isinstance(task, Namespace) else task
-    of_task: tuple[str, ...] = ("data",)
-    default = "masked_lm" if kind is RobertaModel else "language_modeling"
-    if kind is TransformerModel:
-        of_task, default = ("source_lang", "target_lang", "data"), "translation"
-        # Files of pretrained embeddings: not needed any more, and they may not exist.
-        args.encoder_embed_path = args.decoder_embed_path = None
-    for name in of_task:
+    first = family.tasks[0]
+    for name in (*_settings_in(first.dictionaries or {}), "data"):
         setattr(args, name, getattr(args, name, None) or task.get(name))
-    args.task = getattr(args, "task", None) or task.get("_name", default)
-    return args
+    for name in ("encoder_embed_path", "decoder_embed_path"):
+        if hasattr(args, name):  # pretrained embeddings, not needed any more: may not exist
+            setattr(args, name, None)
+    args.task = getattr(args, "task", None) or task.get("_name", first.name)
+    return args, family
+
+
+def _settings_in(names: dict[str, str]) -> list[str]:
+    """The settings in the names of dictionary files, such as the languages."""
+    return re.findall(r"\{(\w+)\}", " ".join(names.values()))
 
 
 def _sizes(weights: dict[str, Any]) -> tuple[int, int]:
@@ -124,17 +127,6 @@ def _stand_in(size: int) -> Dictionary:
     for number in range(size - len(dictionary)):
         dictionary.add_symbol(str(number))
     return dictionary
-
-
-# Task -> its dictionary files in the data folder. For translation they depend on the languages.
-_DICTIONARIES = {
-    "translation": {},
-    "language_modeling": {"source": "dict.txt"},
-    "masked_lm": {"source": "dict.txt"},
-    "multilingual_masked_lm": {"source": "dict.txt"},
-    "sentence_prediction": {"source": "input0/dict.txt", "label": "label/dict.txt"},
-    "sentence_ranking": {"source": "input0/dict.txt"},
-}
 
 
 class Dictionaries(NamedTuple):
@@ -162,7 +154,8 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
             a task that is not known here.
     """
     args = trained.args
-    if args.task not in _DICTIONARIES:
+    task = families.tasks().get(args.task)
+    if task is None or task.dictionaries is None:
         raise UserError(
             f"The model was trained with --task {args.task}, which has dictionaries of another "
             "kind: export it with --to fairseq, without --data."
@@ -172,16 +165,14 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
     advice = "set --data to the folder with the run's dictionaries, as in --data data-bin."
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: {advice}")
-    files_of = dict(_DICTIONARIES[args.task])
-    if args.task == "translation":
+    if _settings_in(task.dictionaries):
         if not (args.source_lang and args.target_lang):
             args.source_lang, args.target_lang = data_utils.infer_language_pair(str(folder))
         if not (args.source_lang and args.target_lang):
             raise UserError(
                 f"Neither the checkpoint nor the files in {folder} name the two languages: {advice}"
             )
-        languages = {"source": args.source_lang, "target": args.target_lang}
-        files_of = {side: f"dict.{language}.txt" for side, language in languages.items()}
+    files_of = {side: name.format(**vars(args)) for side, name in task.dictionaries.items()}
     if getattr(args, "regression_target", False):
         files_of.pop("label", None)
     sizes = dict(zip(("source", "target"), _sizes(trained.checkpoint["model"])))
@@ -192,8 +183,8 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
             dictionary = loaded[f"{side}_dictionary"] = Dictionary.load(str(path))
         except Exception as error:  # fairseq raises a bare Exception if it cannot decode the file
             raise UserError(f"{path} cannot be read ({_short(error)}): {advice}") from error
-        if isinstance(trained.model, RobertaModel):
-            dictionary.add_symbol("<mask>")  # as its tasks do
+        for symbol in trained.family.symbols:
+            dictionary.add_symbol(symbol)
         rows = sizes.get(side)
         if rows is not None and len(dictionary) != rows:
             raise UserError(
@@ -237,12 +228,9 @@ def to_ctranslate2(
     """
     from ctranslate2.converters import FairseqConverter
 
-    if isinstance(trained.model, RobertaModel):
-        raise UserError(
-            "CTranslate2 reads RoBERTa in the format of Hugging Face transformers alone, not "
-            "fairseq's: export this model with --to fairseq or --to safetensors."
-        )
-    if isinstance(trained.model, TransformerLanguageModel):
+    if trained.family.not_ctranslate2:
+        raise UserError(trained.family.not_ctranslate2)
+    if isinstance(trained.model, FairseqLanguageModel):
         output_layer = trained.model.decoder.output_projection
         if output_layer is None:
             raise UserError(

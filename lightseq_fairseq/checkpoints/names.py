@@ -102,10 +102,7 @@ def ls_arch(args: Any) -> tuple[str | None, str | None]:
     """
     arch = getattr(args, "_name", None) or getattr(args, "arch", None) or ""
     name, model = _PREFIX + arch, ARCH_MODEL_REGISTRY.get(arch)
-    # Not subclasses of fairseq's models, which may compute something else.
-    family = next(
-        (each for each in families.FAMILIES if families.named(each.native) is model), None
-    )
+    family = families.of_native(model)
     if family is None or name not in ARCH_MODEL_REGISTRY:
         return None, None
     unsupported = unsupported_option(args, family.supports)

@@ -7,7 +7,7 @@
     criterion    --criterion ls_label_smoothed_cross_entropy, ls_cross_entropy, ls_masked_lm,
                  ls_sentence_prediction
     optimizer    --optimizer ls_adam
-    generator    search with ls_transformer and ls_transformer_lm, by task.build_generator
+    generator    our search, by task.build_generator
 
 ``lightseq-train`` imports the package as ``lightseq_fairseq.plugins``, which changes only fairseq's
 registries. ``fairseq-train --user-dir`` with this folder imports it as ``plugins``, possibly a

@@ -1,9 +1,9 @@
 """The generator of fairseq's tasks for our models: the search of ``generation``.
 
 ``task.build_generator`` returns a subclass of fairseq's generator. It runs our search for a single
-``ls_transformer`` or ``ls_transformer_lm`` with beam search, diverse beam search or, on a GPU,
-sampling. For all other options it falls back to fairseq's search, which calls our decoder token by
-token. The functions at the end replace functions of fairseq, see `fairseq_compat.patching`.
+model of a family that ``generates``, with beam search, diverse beam search or, on a GPU, sampling.
+For all other options it falls back to fairseq's search, which calls our decoder token by token. The
+functions at the end replace functions of fairseq, see `fairseq_compat.patching`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class LSSequenceGenerator(SequenceGenerator):
         )  # fmt: skip
 
 
-def _is_searched(model: Any) -> bool:
+def is_searched(model: Any) -> bool:
     """Whether our search runs a model; a subclass may compute something else."""
     return any(f.generates and type(model) is named(f.ours) for f in families.FAMILIES)
 
@@ -145,7 +145,7 @@ def build_generator(
         getattr(args, name, None) is not None and getattr(args, name) is not False
         for name in ("print_alignment", "replace_unk")
     )
-    if seq_gen_cls is None and not alignments and _is_searched(models[0]):
+    if seq_gen_cls is None and not alignments and is_searched(models[0]):
         seq_gen_cls = LSSequenceGenerator
     return original(self, models, args, seq_gen_cls, *others, **options)
 

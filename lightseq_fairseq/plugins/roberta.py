@@ -142,19 +142,23 @@ class LSRobertaModel(FlatModel, RobertaModel):
         super().register_classification_head(name, num_classes, inner_dim, **options)
         self._flatten()
 
-    def packed_logits(self, batch: Packed, rng: Tensor, head: str | None = None) -> Tensor:
-        """Logits [T, V] of the masked rows or, with ``head``, that head's outputs [B, classes].
+    def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
+        """See ``step.objectives.PackedModel``; the rows with labels are the masked ones."""
+        x = self._features(batch, rng)
+        logits: Tensor = self.encoder.lm_head(x.index_select(0, batch["masked"]["rows"]))
+        return logits
 
-        ``rng`` int64 [2] from ``draw_rng``.
-        """
-        source = batch["source"]
-        x = self.encoder.sentence_encoder.features(source["tokens"], source.segments, rng)
-        if head is None:
-            logits: Tensor = self.encoder.lm_head(x.index_select(0, batch["masked"]["rows"]))
-            return logits
+    def class_outputs(self, batch: Packed, rng: Tensor, head: str) -> Tensor:
+        """See ``step.objectives.ClassifyingModel``."""
+        x = self._features(batch, rng)
         # Sentences that fill up the bucket are empty, and begin after the last real row.
-        starts = source.segments.cu_seqlens[:-1].clamp(max=len(x) - 1)
+        starts = batch["source"].segments.cu_seqlens[:-1].clamp(max=len(x) - 1)
         return self._classify(self.classification_heads[head], x.index_select(0, starts), rng)
+
+    def _features(self, batch: Packed, rng: Tensor) -> Tensor:
+        """Features [T, C] of the packed tokens."""
+        source = batch["source"]
+        return self.encoder.sentence_encoder.features(source["tokens"], source.segments, rng)
 
     def _classify(self, head: Any, x: Tensor, rng: Tensor) -> Tensor:
         """fairseq's ``RobertaClassificationHead`` of features [B, C], with our dropout."""
@@ -165,7 +169,8 @@ class LSRobertaModel(FlatModel, RobertaModel):
         return linear(x, head.out_proj.weight, head.out_proj.bias)
 
     def unused_by(self, head: str | None) -> list[nn.Parameter]:
-        """The parameters that do not contribute to `packed_logits` with ``head``."""
+        """The parameters that do not contribute to the outputs of ``head`` or, without it, to the
+        logits of tokens."""
         used = [self.encoder.sentence_encoder]
         used.append(self.encoder.lm_head if head is None else self.classification_heads[head])
         places = {id(p) for module in used for p in module.parameters()}

@@ -1,4 +1,4 @@
-"""The scores of given text by ``ls_transformer_lm``, for fairseq's ``SequenceScorer``.
+"""The scores of given text by our language models, for fairseq's ``SequenceScorer``.
 
 Shapes: B = blocks of text, L = longest block, T = packed tokens, S = scored rows, V = vocabulary.
 """
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from fairseq import utils
+from fairseq.models import FairseqLanguageModel
 from fairseq.modules import LearnedPositionalEmbedding
 from torch import Tensor
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.layers import label_smoothed_cross_entropy
 from lightseq_fairseq.plugins.dropout import dropout_rng
-from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
+from lightseq_fairseq.plugins.generator import is_searched
 
 _MOST_LOGITS = 1 << 28  # that exist at a time; 1 GiB in float32
 
@@ -30,8 +31,8 @@ def generate(
     numbers of each block, and would wait for the GPU at each.
     """
     model, target = models[0], sample["target"]
-    is_ours = len(models) == 1 and type(model) is LSTransformerLanguageModel
-    if not is_ours or model.decoder.adaptive_softmax is not None:
+    is_ours = is_searched(model) and isinstance(model, FairseqLanguageModel)
+    if len(models) > 1 or not is_ours or model.decoder.adaptive_softmax is not None:
         return original(self, models, sample, **options)
     model.eval()
     with torch.no_grad():
@@ -41,9 +42,7 @@ def generate(
     return [[_hypothesis(*block, self.pad)] for block in zip(scores, target, starts)]
 
 
-def _scores(
-    model: LSTransformerLanguageModel, tokens: Tensor, target: Tensor, most_rows: int
-) -> Tensor:
+def _scores(model: FairseqLanguageModel, tokens: Tensor, target: Tensor, most_rows: int) -> Tensor:
     """Log-probabilities [B, L] of ``target`` int64 [B, L], 0 at its pads; float32 or float64.
 
     Logits are computed only for rows with a target, at most ``most_rows`` rows at a time: with

@@ -192,7 +192,7 @@ SETTINGS: tuple[Setting, ...] = (
     # For a language model, search.of_translation says that its search has none at all.
     Setting(REFUSED, "generate", "--constraints", "a binarised test set contains no constraints",
             "remove it, or use lightseq-interactive, which reads the constraints from its input "
-            "lines", lambda args: args.constraints and args.task != "language_modeling"),
+            "lines", lambda args: args.constraints and not families.has_prompts(args.task)),
     Setting(REFUSED, "generate", "--print-alignment",
             "with --score-reference there are only hard alignments", "use --print-alignment hard",
             lambda args: args.print_alignment == "soft" and args.score_reference, always=False),

@@ -9,7 +9,7 @@ from typing import Any, overload
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.translate.sentences import seed
 from lightseq_fairseq.generation.texts import Hypothesis
-from lightseq_fairseq.python.pretrained import Kind, Pretrained, StrPath
+from lightseq_fairseq.python.pretrained import Kind, Pretrained
 
 Prompt = str | Sequence[int]
 
@@ -31,29 +31,6 @@ class LanguageModel(Pretrained):
         settings=("add_bos_token", "output_dictionary_size"),
         batch={"batch_size": 32},
     )
-
-    @classmethod
-    def from_pretrained(
-        cls, checkpoint: StrPath | Sequence[StrPath], data: StrPath | None = None, *,
-        native: bool = False, **options: Any,
-    ) -> LanguageModel:  # fmt: skip
-        """Load a checkpoint of ``lightseq-train`` or ``fairseq-train``.
-
-        Args:
-            checkpoint: as for `Translator.from_pretrained`.
-            data: the folder with the dictionary, dict.txt. None: the folder that the model was
-                trained on.
-            native: build fairseq's own model instead of this package's.
-            options: as for `Translator.from_pretrained`; options of `generate` become the defaults
-                of its calls.
-
-        Returns:
-            A language model, on the current GPU if there is one.
-
-        Raises:
-            UserError: the checkpoint, the data or an option cannot be used.
-        """
-        return cls._load(checkpoint, data, native, options)
 
     def encode(self, text: str) -> list[int]:
         """The numbers (ids) of a text's tokens in the dictionary, by ``tokenizer`` and ``bpe``."""

@@ -16,6 +16,7 @@ from lightseq_fairseq.cli.checks import Request, messages, parsing
 from lightseq_fairseq.cli.start import launch
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.words import command_lines
+from lightseq_fairseq.cli.words.defaults import flag_of
 
 StrPath = str | os.PathLike[str]
 Self = TypeVar("Self", bound="Pretrained")
@@ -56,7 +57,7 @@ class Kind(NamedTuple):
 
 
 class Pretrained:
-    """A trained model that generates text; ``from_pretrained`` of a subclass makes one.
+    """A trained model that generates text; `from_pretrained` of a subclass makes one.
 
     Attributes:
         configuration: fairseq's; lightseq-interactive has the same with the same options.
@@ -78,11 +79,33 @@ class Pretrained:
         self._searches = {_words(options): (self.configuration, search)}
 
     @classmethod
-    def _load(
-        cls: type[Self], checkpoint: StrPath | Sequence[StrPath], data: StrPath | None,
-        native: bool, options: dict[str, Any],
+    def from_pretrained(
+        cls: type[Self], checkpoint: StrPath | Sequence[StrPath], data: StrPath | None = None, *,
+        native: bool = False, **options: Any,
     ) -> Self:  # fmt: skip
-        """Load the model; the arguments are those of ``from_pretrained``."""
+        """Load a checkpoint of ``lightseq-train`` or ``fairseq-train``.
+
+        Args:
+            checkpoint: a file, or the folder of a run (its checkpoint_best.pt, or else its
+                checkpoint_last.pt). A list loads an ensemble.
+            data: the folder with the dictionaries, ``dict.<language>.txt`` of a translation model
+                and ``dict.txt`` of a language model: the ``--destdir`` of ``lightseq-preprocess``.
+                None: the folder that the model was trained on.
+            native: build fairseq's own model instead of this package's.
+            options: flags of ``lightseq-interactive``, with "_" for "-". True sets a flag that has
+                no value; None and False do not set it. ``cpu=True`` keeps the model on the CPU;
+                ``fp16=True`` and ``bf16=True`` compute in 16 bits instead of float32.
+                ``source_lang`` and ``target_lang`` of a translation model are by default the
+                checkpoint's, or inferred from the files in ``data``. Options of `translate` or
+                `generate` become the defaults of its calls.
+
+        Returns:
+            The model, on the current GPU if there is one.
+
+        Raises:
+            UserError: the checkpoint, the data or an option cannot be used. The message is one
+                sentence: what is wrong, and what to do. UserError is a ValueError.
+        """
         from lightseq_fairseq import fairseq_compat
 
         fairseq_compat.prepare()
@@ -169,7 +192,7 @@ def _words(options: dict[str, Any]) -> tuple[str, ...]:
     """Options as words of a command line."""
     words: list[str] = []
     for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
+        flag = flag_of(name)
         if value is True:
             words.append(flag)
         elif isinstance(value, (list, tuple)):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, overload
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.translate.sentences import seed
 from lightseq_fairseq.generation.texts import Hypothesis, Translation
-from lightseq_fairseq.python.pretrained import Kind, Pretrained, StrPath
+from lightseq_fairseq.python.pretrained import Kind, Pretrained
 
 
 class Translator(Pretrained):
@@ -29,34 +29,6 @@ class Translator(Pretrained):
         settings=("source_lang", "target_lang"),
         batch={"max_tokens": 12000},  # the default of fairseq-generate
     )
-
-    @classmethod
-    def from_pretrained(
-        cls, checkpoint: StrPath | Sequence[StrPath], data: StrPath | None = None, *,
-        native: bool = False, **options: Any,
-    ) -> Translator:  # fmt: skip
-        """Load a checkpoint of ``lightseq-train`` or ``fairseq-train``.
-
-        Args:
-            checkpoint: a file, or the folder of a run (its checkpoint_best.pt, or else its
-                checkpoint_last.pt). A list loads an ensemble.
-            data: the folder with the two dictionaries, ``dict.<language>.txt``: the ``--destdir``
-                of ``lightseq-preprocess``. None: the folder that the model was trained on.
-            native: build fairseq's own model instead of this package's.
-            options: flags of ``lightseq-interactive``, with "_" for "-". True sets a flag that has
-                no value; None and False do not set it. ``cpu=True`` keeps the model on the CPU;
-                ``fp16=True`` and ``bf16=True`` compute in 16 bits instead of float32.
-                ``source_lang`` and ``target_lang`` are by default the checkpoint's, or inferred
-                from the files in ``data``. Options of `translate` become the defaults of its calls.
-
-        Returns:
-            A translator, on the current GPU if there is one.
-
-        Raises:
-            UserError: the checkpoint, the data or an option cannot be used. The message is one
-                sentence: what is wrong, and what to do. UserError is a ValueError.
-        """
-        return cls._load(checkpoint, data, native, options)
 
     @overload
     def translate(self, sentences: str, **options: Any) -> Translation: ...

@@ -38,7 +38,7 @@ class PackedModel(Protocol):
 class ClassifyingModel(Protocol):
     """A model with classification heads that the captured step can train."""
 
-    def packed_logits(self, batch: Packed, rng: Tensor, head: str) -> Tensor:
+    def class_outputs(self, batch: Packed, rng: Tensor, head: str) -> Tensor:
         """Outputs [B, classes] of the classification head with this name."""
         ...
 
@@ -184,10 +184,8 @@ class MaskedTokens:
 
 
 @dataclass(frozen=True)
-class SentenceClasses:
-    """Cross entropy of each sentence's class, in float32 as in fairseq (float64 for float64).
-
-    Source: ``fairseq.criterions.sentence_prediction``.
+class _OfSentences:
+    """What the objectives of whole sentences share.
 
     Attributes:
         head: name of the model's classification head.
@@ -195,23 +193,9 @@ class SentenceClasses:
 
     head: str
 
-    def losses(
-        self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See ``Objective``."""
-        labels = batch["target"]["labels"]
-        logits = _fitted(_wide(model.packed_logits(batch, rng, self.head)), len(labels))
-        losses = functional.cross_entropy(logits, labels, reduction="none")  # ignores -100
-        correct = logits.argmax(1) == labels
-        return losses, [losses.detach(), correct.to(losses.dtype)]
-
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
         """See ``Objective``."""
         return sum(batch.count("target") for batch in batches)
-
-    def logged(self, sums: Sequence[float]) -> dict[str, float]:
-        """See ``Objective``."""
-        return {"loss": sums[0], "ncorrect": sums[1]}
 
     def unused(self, model: Any) -> Iterable[Tensor]:
         """See ``Objective``."""
@@ -219,17 +203,33 @@ class SentenceClasses:
         return unused
 
 
-@dataclass(frozen=True)
-class SentenceNumbers:
-    """Squared errors of the numbers that belong to each sentence, in float32 as in fairseq.
+class SentenceClasses(_OfSentences):
+    """Cross entropy of each sentence's class, in float32 as in fairseq (float64 for float64).
 
-    Source: ``fairseq.criterions.sentence_prediction`` with ``--regression-target``.
-
-    Attributes:
-        head: name of the model's classification head, which has an output for each number.
+    Source: ``fairseq.criterions.sentence_prediction``.
     """
 
-    head: str
+    def losses(
+        self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See ``Objective``."""
+        labels = batch["target"]["labels"]
+        logits = _fitted(_wide(model.class_outputs(batch, rng, self.head)), len(labels))
+        losses = functional.cross_entropy(logits, labels, reduction="none")  # ignores -100
+        correct = logits.argmax(1) == labels
+        return losses, [losses.detach(), correct.to(losses.dtype)]
+
+    def logged(self, sums: Sequence[float]) -> dict[str, float]:
+        """See ``Objective``."""
+        return {"loss": sums[0], "ncorrect": sums[1]}
+
+
+class SentenceNumbers(_OfSentences):
+    """Squared errors of the numbers that belong to each sentence, in float32 as in fairseq.
+
+    The head has an output for each number. Source: ``fairseq.criterions.sentence_prediction`` with
+    ``--regression-target``.
+    """
 
     def losses(
         self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
@@ -237,24 +237,15 @@ class SentenceNumbers:
         """See ``Objective``."""
         target = batch["target"]
         numbers, is_real = target["labels"].view(torch.float64), _is_real(target)
-        predicted = _wide(model.packed_logits(batch, rng, self.head)).flatten()
+        predicted = _wide(model.class_outputs(batch, rng, self.head)).flatten()
         predicted = _fitted(predicted, len(numbers))
         wanted = numbers.to(predicted.dtype).masked_fill(~is_real, 0.0)
         losses = (predicted - wanted).square().masked_fill(~is_real, 0.0)
         return losses, [losses.detach(), is_real.to(losses.dtype)]
 
-    def sample_size(self, batches: Sequence[PackedBatch]) -> int:
-        """See ``Objective``."""
-        return sum(batch.count("target") for batch in batches)
-
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
         """See ``Objective``. fairseq counts each number as a sentence."""
         return {"loss": sums[0], "nsentences": int(sums[1])}
-
-    def unused(self, model: Any) -> Iterable[Tensor]:
-        """See ``Objective``."""
-        unused: Iterable[Tensor] = model.unused_by(self.head)
-        return unused
 
 
 def _is_real(rows: Rows) -> Tensor:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import parity
-from helpers.bench_runs import bench_once, bench_train, layer_state
+from helpers.bench_runs import bench_once, fairseqs, layer_state
 from torch import Tensor
 
 from lightseq_fairseq.base.errors import UserError
@@ -24,15 +22,13 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
     SHAPES,
     TRANSLATION,
     Case,
-    command,
     warm_up,
     why_not,
 )
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, BYTES, floor, parameters
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import build
-from lightseq_fairseq.cli.words import defaults
 
-from fairseq import tasks, utils  # isort: skip
+from fairseq import utils  # isort: skip
 from fairseq.data import Dictionary  # isort: skip
 from fairseq.data.indexed_dataset import MMapIndexedDataset  # isort: skip
 
@@ -98,31 +94,6 @@ def test_cases() -> None:
         assert (warm_up(system, pairs), warm_up(system, case)) == (updates, 150)
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--case", "gpt2_124m/1024/bf16"], "There is no case gpt2_124m/1024/bf16: write <model>"),
-        (["--case", "t2t_big/1024x4/bf16"], "There is no case t2t_big/1024x4/bf16: write <model>"),
-        (["--case", "lm_tiny/64x0/bf16"], "There is no case lm_tiny/64x0/bf16: write <model>"),
-        (
-            ["--case", "gpt2_124m/1025x4/bf16"],
-            "1025x4/bf16 is too large: gpt2_124m has 1024 positions",
-        ),
-        (
-            ["--case", "lm_tiny/64x4/bf16", "--text", Path(__file__).parent],
-            "choose another folder with --corpus",
-        ),
-        (
-            ["--case", "lm_tiny/64x4/bf16", "--systems", "ours_packed"],
-            "blocks of equal length have no pads",
-        ),
-    ],
-)
-def test_refusals(words: list[object], sentence: str) -> None:
-    done = bench_train(*words)
-    assert done.exit_code == 2 and sentence in done.stderr and "Traceback" not in done.stderr
-
-
 def test_language_models_do_not_translate() -> None:
     for model in LANGUAGE:
         with pytest.raises(UserError, match=f"There is no case {model}/b1/beam4/bf16"):
@@ -130,15 +101,6 @@ def test_language_models_do_not_translate() -> None:
 
 
 # --- sizes
-
-
-def fairseqs(case: Case, data: Path, *flags: object) -> tuple[Any, Any]:
-    """fairseq's configuration and task of the command that trains its own model on ``case``."""
-    words = command(case, "fairseq", data, data / "report.json", 1, False, 0)
-    words = [word for word in words[words.index("--") + 1 :] if word != "--native"]
-    words = defaults.complete([*words, *map(str, flags)], defaults.Machine())
-    cfg = parity.parse(defaults.native_twin(words))
-    return cfg, tasks.setup_task(cfg.task)
 
 
 @pytest.mark.parametrize("model", TRANSLATION + LANGUAGE)

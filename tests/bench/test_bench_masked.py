@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import parity
-from helpers.bench_runs import bench_once, bench_train, layer_state
+from helpers.bench_runs import bench_once, fairseqs, layer_state
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,7 +21,6 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
     SYSTEMS,
     Case,
     Data,
-    command,
     warm_up,
     why_not,
 )
@@ -32,9 +29,8 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     PAD,
     build,
 )
-from lightseq_fairseq.cli.words import defaults
 
-from fairseq import tasks, utils  # isort: skip
+from fairseq import utils  # isort: skip
 from fairseq.models.roberta import model as roberta_model  # isort: skip
 from fairseq.data.indexed_dataset import MMapIndexedDataset  # isort: skip
 
@@ -111,24 +107,6 @@ def test_cases() -> None:
         assert reason in str(why_not(system, Case.parse(name)))
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--case", "roberta_base/512/bf16"], "There is no case roberta_base/512/bf16: write"),
-        (["--case", "gpt2_124m/bertmix/bf16"], "There is no case gpt2_124m/bertmix/bf16: write"),
-        (["--case", "t2t_big/bertmix/bf16"], "There is no case t2t_big/bertmix/bf16: write"),
-        (["--case", "lm_tiny/sentences8/bf16"], "There is no case lm_tiny/sentences8/bf16: write"),
-        (["--case", "tiny/sentences/bf16"], "There is no case tiny/sentences/bf16: write"),
-        (["--case", "roberta_base/513x4/bf16"], "is too large: roberta_base has 512 positions"),
-        (["--case", "roberta_base/bertmix511/bf16"], "is too small: the longest sentence has 512"),
-        (["--case", MIX, "--systems", "ours_packed"], "counts the tokens of sentence pairs"),
-    ],
-)
-def test_refusals(words: list[object], sentence: str) -> None:
-    done = bench_train(*words)
-    assert done.exit_code == 2 and sentence in done.stderr and "Traceback" not in done.stderr
-
-
 def test_a_folder_of_another_text_is_refused(texts: Path) -> None:
     with pytest.raises(UserError, match="choose another folder with --masked, or change --tokens"):
         corpus.ensure_text(texts / "bertmix", 7, WORDS, corpus.MIX, "masked")
@@ -137,21 +115,12 @@ def test_a_folder_of_another_text_is_refused(texts: Path) -> None:
 # --- sizes
 
 
-def fairseqs(case: Case, texts: Path, *flags: object) -> tuple[Any, Any]:
-    """fairseq's configuration and task of the command that trains its own model on ``case``."""
-    words = command(case, "fairseq", folder_of(case, texts), texts / "report.json", 1, False, 0)
-    words = [word for word in words[words.index("--") + 1 :] if word != "--native"]
-    words = defaults.complete([*words, *map(str, flags)], defaults.Machine())
-    cfg = parity.parse(defaults.native_twin(words))
-    return cfg, tasks.setup_task(cfg.task)
-
-
 @pytest.mark.parametrize("model", MASKED)
 def test_shapes_are_fairseqs(model: str, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It copies from the device, which is impossible on "meta".
     monkeypatch.setattr(roberta_model, "init_bert_params", lambda module: None)
     shape, case = SHAPES[model], Case.parse(f"{model}/64x4/bf16")
-    cfg, task = fairseqs(case, texts)
+    cfg, task = fairseqs(case, folder_of(case, texts))
     words = shape.words(WORDS)
     assert len(task.source_dictionary) == words == WORDS + 1
     with torch.device("meta"):
@@ -287,7 +256,7 @@ def state_of(native: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
 def test_baseline_computes_fairseqs_loss(name: str, texts: Path) -> None:
     """Packed, padded and equally long samples, in eval mode with the same weights."""
     case = Case.parse(name)
-    cfg, task = fairseqs(case, texts)
+    cfg, task = fairseqs(case, folder_of(case, texts))
     torch.manual_seed(1)
     network, criterion = task.build_model(cfg.model).eval(), task.build_criterion(cfg.criterion)
     # fairseq's weights have a deviation of 0.02: the encoder hardly changes anything.

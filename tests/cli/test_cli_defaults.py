@@ -13,11 +13,18 @@ CPU = Machine()
 GPU = Machine(ranks=4, gpus=4, bf16=True)
 OLD_GPU = Machine(ranks=1, gpus=1, bf16=False)
 ARCH = "data --arch ls_transformer_wmt_en_de_big_t2t"
+TEXT = "data --task language_modeling --arch ls_transformer_lm"
+ROBERTA = "data --arch ls_roberta_base --task"
+ADAM = "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0"
 
 
 def added(command: str, machine: Machine = CPU, adaptive: bool = False) -> dict[str, str | None]:
     """Flag -> value for the words that are added to the command."""
-    words = defaults.missing(shlex.split(command), machine, adaptive=adaptive)
+    return flags_of(defaults.missing(shlex.split(command), machine, adaptive=adaptive))
+
+
+def flags_of(words: list[str]) -> dict[str, str | None]:
+    """Flag -> value, None without one."""
     flags: dict[str, str | None] = {}
     for word in words:
         if word.startswith("--"):
@@ -35,23 +42,51 @@ SIZE = {"--max-tokens", "--max-update"}
 ALL = SCHEDULE | OPTIMIZER | CRITERION | ALWAYS | SIZE
 
 
-def test_the_arch_alone_gets_the_whole_recipe() -> None:
-    assert added(ARCH) == {
-        "--optimizer": "ls_adam",
-        "--adam-betas": "(0.9, 0.98)",
-        "--clip-norm": "0",
-        "--weight-decay": "1e-4",
-        "--criterion": "ls_label_smoothed_cross_entropy",
-        "--label-smoothing": "0.1",
-        "--lr": "5e-4",
-        "--lr-scheduler": "inverse_sqrt",
-        "--warmup-updates": "4000",
-        "--max-tokens": "4096",
-        "--max-update": "300000",
-        "--update-freq": "1",
-        "--seed": "1",
-        "--distributed-world-size": "1",
-    }
+@pytest.mark.parametrize(
+    ("command", "recipe"),
+    [
+        (
+            ARCH,
+            f"{ADAM} --weight-decay 1e-4 --criterion ls_label_smoothed_cross_entropy "
+            "--label-smoothing 0.1 --lr 5e-4 --lr-scheduler inverse_sqrt --warmup-updates 4000 "
+            "--max-tokens 4096 --update-freq 1 --max-update 300000",
+        ),
+        (
+            TEXT,
+            f"{ADAM} --weight-decay 0.01 --criterion ls_cross_entropy --lr 5e-4 --lr-scheduler "
+            "inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-7 --max-tokens 2048 "
+            "--update-freq 16 --max-update 50000",
+        ),
+        (
+            f"{ROBERTA} masked_lm",
+            f"{ADAM} --adam-eps 1e-6 --weight-decay 0.01 --criterion ls_masked_lm --lr 5e-4 "
+            "--lr-scheduler polynomial_decay --warmup-updates 10000 --total-num-update 125000 "
+            "--sample-break-mode complete --tokens-per-sample 512 --max-tokens 8192 "
+            "--update-freq 16 --max-update 125000",
+        ),
+        (
+            f"{ROBERTA} sentence_prediction --num-classes 2",
+            f"{ADAM} --adam-eps 1e-6 --weight-decay 0.1 --criterion ls_sentence_prediction "
+            "--lr 2e-5 --lr-scheduler polynomial_decay --warmup-updates 122 --total-num-update "
+            "2036 --init-token 0 --separator-token 2 --batch-size 16 --max-tokens 4400 "
+            "--update-freq 1 --max-update 2036",
+        ),
+    ],
+)
+def test_the_arch_alone_gets_the_recipe_of_its_task(command: str, recipe: str) -> None:
+    constant = {"--seed": "1", "--distributed-world-size": "1"}
+    assert added(command) == {**flags_of(shlex.split(recipe)), **constant}
+
+
+def test_adaptive_softmax_has_its_own_recipe() -> None:
+    recipe = (
+        "--optimizer nag --clip-norm 0.1 --criterion adaptive_loss --ddp-backend legacy_ddp "
+        "--lr 1.0 --lr-scheduler cosine --min-lr 1e-4 --stop-min-lr 1e-9 --t-mult 2 "
+        "--lr-period-updates 270000 --lr-shrink 0.75 --warmup-updates 16000 --warmup-init-lr 1e-7 "
+        "--max-tokens 3072 --update-freq 3 --max-update 286000 --seed 1 --distributed-world-size 4 "
+        "--bf16"
+    )
+    assert added(TEXT, GPU, adaptive=True) == flags_of(shlex.split(recipe))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +116,6 @@ def test_what_the_user_sets_is_left_alone(given: str, left_out: set[str]) -> Non
     assert added(f"{given} {ARCH}").keys() == ALL - left_out
 
 
-TEXT = "data --task language_modeling --arch ls_transformer_lm"
 CONSTANT = {"--update-freq": "1", "--seed": "1", "--distributed-world-size": "1"}
 FAIRSEQS_CRITERION = {"--criterion": "ls_cross_entropy"}
 
@@ -117,50 +151,6 @@ def test_a_converted_command_gets_what_fairseq_requires() -> None:
     }  # fmt: skip
 
 
-def test_language_models_have_their_own_recipe() -> None:
-    assert added(TEXT) == {
-        "--optimizer": "ls_adam",
-        "--adam-betas": "(0.9, 0.98)",
-        "--clip-norm": "0",
-        "--weight-decay": "0.01",
-        "--criterion": "ls_cross_entropy",
-        "--lr": "5e-4",
-        "--lr-scheduler": "inverse_sqrt",
-        "--warmup-updates": "4000",
-        "--warmup-init-lr": "1e-7",
-        "--max-tokens": "2048",
-        "--update-freq": "16",
-        "--max-update": "50000",
-        "--seed": "1",
-        "--distributed-world-size": "1",
-    }
-
-
-def test_adaptive_softmax_has_its_own_recipe() -> None:
-    found = added(TEXT, GPU, adaptive=True)
-    assert found == {
-        "--optimizer": "nag",
-        "--clip-norm": "0.1",
-        "--criterion": "adaptive_loss",
-        "--ddp-backend": "legacy_ddp",
-        "--lr": "1.0",
-        "--lr-scheduler": "cosine",
-        "--min-lr": "1e-4",
-        "--stop-min-lr": "1e-9",
-        "--t-mult": "2",
-        "--lr-period-updates": "270000",
-        "--lr-shrink": "0.75",
-        "--warmup-updates": "16000",
-        "--warmup-init-lr": "1e-7",
-        "--max-tokens": "3072",
-        "--update-freq": "3",
-        "--max-update": "286000",
-        "--seed": "1",
-        "--distributed-world-size": "4",
-        "--bf16": None,
-    }
-
-
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("given", ["", "--optimizer adam", "--criterion x", "--lr-scheduler fixed"])
 def test_a_language_model_never_gets_the_recipe_of_translation(given: str, adaptive: bool) -> None:
@@ -186,54 +176,6 @@ def test_who_sets_the_batch_sets_the_tokens_of_an_update(
 ) -> None:
     found = added(f"{TEXT} {given}")
     assert (found.get("--max-tokens"), found.get("--update-freq")) == (tokens, micro_batches)
-
-
-ROBERTA = "data --arch ls_roberta_base --task"
-
-
-def test_masked_language_models_have_fairseqs_recipe_of_roberta() -> None:
-    assert added(f"{ROBERTA} masked_lm") == {
-        "--optimizer": "ls_adam",
-        "--adam-betas": "(0.9, 0.98)",
-        "--adam-eps": "1e-6",
-        "--clip-norm": "0",
-        "--weight-decay": "0.01",
-        "--criterion": "ls_masked_lm",
-        "--lr": "5e-4",
-        "--lr-scheduler": "polynomial_decay",
-        "--warmup-updates": "10000",
-        "--total-num-update": "125000",
-        "--sample-break-mode": "complete",
-        "--tokens-per-sample": "512",
-        "--max-tokens": "8192",
-        "--update-freq": "16",
-        "--max-update": "125000",
-        "--seed": "1",
-        "--distributed-world-size": "1",
-    }
-
-
-def test_fine_tuning_has_fairseqs_recipe_of_glue() -> None:
-    assert added(f"{ROBERTA} sentence_prediction --num-classes 2") == {
-        "--optimizer": "ls_adam",
-        "--adam-betas": "(0.9, 0.98)",
-        "--adam-eps": "1e-6",
-        "--clip-norm": "0",
-        "--weight-decay": "0.1",
-        "--criterion": "ls_sentence_prediction",
-        "--lr": "2e-5",
-        "--lr-scheduler": "polynomial_decay",
-        "--warmup-updates": "122",
-        "--total-num-update": "2036",
-        "--init-token": "0",
-        "--separator-token": "2",
-        "--batch-size": "16",
-        "--max-tokens": "4400",
-        "--update-freq": "1",
-        "--max-update": "2036",
-        "--seed": "1",
-        "--distributed-world-size": "1",
-    }
 
 
 @pytest.mark.parametrize(

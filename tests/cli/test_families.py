@@ -38,6 +38,12 @@ class VersesTask(LanguageModelingTask):
         super().load_dataset(split, **options)
         self.datasets[split].__class__ = Verses
 
+    @classmethod
+    def setup_dictionary(cls, *arguments, **options):
+        words, output = super().setup_dictionary(*arguments, **options)
+        words.add_symbol("<verse>")
+        return words, output
+
     def train_step(self, *arguments, **options):
         return super().train_step(*arguments, **options)
 
@@ -61,6 +67,10 @@ class LSPoet(LSTransformerLanguageModel):
     def __init__(self, decoder):
         super().__init__(decoder)
         print("our poet")
+
+    def forward(self, *arguments, **options):
+        print("forward")
+        return super().forward(*arguments, **options)
 """
 RECORD = """
 from lightseq_fairseq.base import families
@@ -73,47 +83,107 @@ families.FAMILIES += (families.Family(
             max_tokens=96, update_freq=1, updates=3,
         ),
         criteria=("ls_cross_entropy", "cross_entropy"), unread=("--shorten-method",),
-        adds_losses=True,
+        adds_losses=True, prompts=True, dictionaries={"source": "dict.txt"},
     ),),
     ("poet:PackingVerses",),
-    supports=("--encoder-layers-to-keep",),
+    supports=("--encoder-layers-to-keep",), generates=True,
+    exports=True, symbols=("<verse>",), not_ctranslate2="CTranslate2 reads no verses.",
 ),)
 """
 SIZES = [word for word in cli_runs.SMALL_TEXT if word not in ("--max-tokens", "128")]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verses")
     (folder / "poet.py").write_text(MODULE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> Path:
     return cli_runs.binarise_text(folder)
 
 
-def run(data: Path, command: str, *words: object) -> subprocess.CompletedProcess[str]:
-    """lightseq-<command> with the record of the poets."""
-    place, program = f"lightseq_fairseq.cli.{command}", f"lightseq-{command}"
-    words = (data, *words)
+def run(folder: Path, command: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """lightseq-<command> with the record of the poets, whose module is in ``folder``."""
+    place, program = f"lightseq_fairseq.cli.{command}", f"lightseq-{command.replace('_', '-')}"
     code = f"from {place} import main\nmain({[*map(str, words)]!r}, prog_name={program!r})"
-    folder = next(path for path in (data, *data.parents) if (path / "poet.py").is_file())
     done: subprocess.CompletedProcess[str] = run_code(RECORD + code, path=(folder,))
     return done
 
 
-def test_a_new_family_trains_and_is_evaluated(data: Path, tmp_path: Path) -> None:
-    words = ["--arch", "ls_poet", *SIZES, "--task", "verses", "--save-dir", tmp_path]
-    done = run(data, "train", *words, "--shorten-method", "truncate")
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log
+def succeed(folder: Path, command: str, *words: object) -> str:
+    """As ``run``; returns what the command prints."""
+    done = run(folder, command, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, data: Path) -> tuple[Path, str]:
+    """A checkpoint of our poet, and the log of its training."""
+    words = [data, "--arch", "ls_poet", *SIZES, "--task", "verses", "--save-dir", folder / "run"]
+    log = succeed(folder, "train", *words, "--shorten-method", "truncate")
+    return folder / "run" / "checkpoint_last.pt", log
+
+
+def test_a_new_family_trains(trained: tuple[Path, str]) -> None:
+    last, log = trained
     assert "--max-tokens 96" in log and "--max-update 3" in log  # the recipe
     assert "step: eager, packed tokens" in log
     assert "note: --shorten-method has no effect" in log
-    last = tmp_path / "checkpoint_last.pt"
-    saved = torch.load(last, weights_only=False)["cfg"]["model"]
-    assert saved["_name"] == "poet"
+    assert torch.load(last, weights_only=False)["cfg"]["model"]["_name"] == "poet"
 
-    done = run(data, "validate", "--task", "verses", "--path", last, "--valid-subset", "valid")
-    assert done.returncode == 0 and "our poet" in done.stdout, done.stdout + done.stderr
-    assert "| valid | " in done.stdout + done.stderr
+
+def test_a_new_family_is_evaluated(folder: Path, data: Path, trained: tuple[Path, str]) -> None:
+    words = (data, "--task", "verses", "--path", trained[0])
+    log = succeed(folder, "validate", *words, "--valid-subset", "valid")
+    assert "our poet" in log and "| valid | " in log
+    log = succeed(folder, "eval_lm", *words, "--gen-subset", "valid", "--tokens-per-sample", "16")
+    assert "our poet" in log and "Perplexity" in log
+    assert "forward" not in log  # the scores of our scorer, not fairseq's
+
+
+def test_a_new_family_continues_prompts(
+    folder: Path, data: Path, trained: tuple[Path, str]
+) -> None:
+    words = (data, "--task", "verses", "--path", trained[0], "--gen-subset", "valid")
+    words = (
+        *words,
+        "--batch-size",
+        "2",
+        "--prefix-size",
+        "1",
+        "--max-len-b",
+        "4",
+        "--sample-break-mode",
+        "eos",
+    )
+    log = succeed(folder, "generate", *words)
+    assert "our poet" in log and "H-0" in log
+    assert "forward" not in log and "BLEU" not in log  # our search; the targets are the prompts
+    done = run(folder, "generate", *words, "--replace-unk")
+    sentence = "--replace-unk cannot be used with a language model"
+    assert done.returncode == 2 and sentence in done.stderr, done.stderr
+
+
+def test_a_new_family_is_exported(folder: Path, trained: tuple[Path, str]) -> None:
+    succeed(folder, "export", trained[0], "--to", "safetensors", "--output", folder / "export")
+    assert (folder / "export" / "dict.txt").is_file()
+    done = run(folder, "export", trained[0], "--to", "ctranslate2")
+    assert done.returncode and "CTranslate2 reads no verses." in done.stderr, done.stderr
+
+
+def test_a_new_family_can_be_documented(folder: Path) -> None:
+    code = """
+from scripts import flags
+section = flags.Section(families.FAMILIES[-1], {"train": ("--dataset-impl",)}, "", {})
+print(*flags.family_settings(section))
+"""
+    found = run_code(RECORD + code, path=(folder,)).stdout.split()
+    assert {"--dataset-impl", "--tokens-per-sample", "--decoder-layers"} <= {*found}
+    assert "--clip-norm" not in found
 
 
 @pytest.mark.parametrize(
@@ -121,13 +191,15 @@ def test_a_new_family_trains_and_is_evaluated(data: Path, tmp_path: Path) -> Non
     [
         ("--task verses --criterion ls_masked_lm", "use --criterion ls_cross_entropy."),
         ("--task translation", "--arch ls_poet trains on verses, but --task translation provides"),
+        ("--task verses --pack-tokens", "but --arch ls_poet trains on other data"),
+        ("--task verses --fp8", "--fp8 needs --bf16"),  # our layers, whatever the family
     ],
 )
 def test_a_new_family_refuses_what_does_not_fit(
-    data: Path, tmp_path: Path, words: str, sentence: str
+    folder: Path, data: Path, tmp_path: Path, words: str, sentence: str
 ) -> None:
-    line = ["--arch", "ls_poet", *SIZES, *words.split(), "--save-dir", tmp_path]
-    done = run(data, "train", *line)
+    line = [data, "--arch", "ls_poet", *SIZES, *words.split(), "--save-dir", tmp_path]
+    done = run(folder, "train", *line)
     assert done.returncode == 2 and sentence in done.stderr, done.stderr
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import helpers.cli_runs as cli_runs
 import pytest
-from fairseq import options
 from helpers.flag_runs import SETTINGS, Proofs, launch, names, rows, table
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import SEVERAL_RANKS, WITHOUT
@@ -30,9 +30,7 @@ def test_the_table_is_what_the_script_writes() -> None:
 
 @pytest.mark.parametrize("command", table.COMMANDS)
 def test_every_setting_has_a_row_with_an_answer(command: str) -> None:
-    parser_of, words = table.COMMANDS[command]
-    parser = parser_of()
-    options.parse_args_and_arch(parser, words.split())
+    parser = table.parser_of(command, families.TRANSLATION)
     column = 2 + list(table.COMMANDS).index(command)
     found = {
         name: line.split("|")[column].strip()
@@ -55,8 +53,8 @@ def test_every_name_in_the_lists_is_a_setting() -> None:
         *(flag for flag, _ in settings.rows("train", table.FALLBACK)),
         *WITHOUT, *(w.split()[0] for w in WITHOUT.values() if w != SEVERAL_RANKS),
     }  # fmt: skip
-    of_text = table.family_settings(table.TEXT_COMMANDS)
-    of_roberta = table.family_settings(table.ROBERTA_COMMANDS)
+    of_text = table.family_settings(table.OF_TEXT)
+    of_roberta = table.family_settings(table.OF_ROBERTA)
     assert train <= SETTINGS.keys() | of_text.keys()
     assert table.TEXT_NOTES.keys() <= of_text.keys()
     for command in table.COMMANDS:
@@ -67,7 +65,7 @@ def test_every_name_in_the_lists_is_a_setting() -> None:
     everywhere = set().union(*map(settings.unread, commands))
     assert everywhere <= SETTINGS.keys() | of_text.keys()
     assert table.ROBERTA_NOTES.keys() <= of_roberta.keys()
-    for column in table.ROBERTA_COMMANDS:
+    for column in table.OF_ROBERTA.columns:
         command, task = column.split()
         assert settings.unread(command, task) - settings.unread(command) <= of_roberta.keys()
 
@@ -98,18 +96,6 @@ ON_CONDITION = [
     "--criterion ctc", "--criterion sentence_ranking", "--criterion speech_to_spectrogram",
 ]  # fmt: skip
 PADS = "--left-pad-target --num-batch-buckets 2"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    launch("train", data, folder, "", ok=True)
-    return folder / "checkpoint_last.pt"
 
 
 @pytest.mark.parametrize(
@@ -167,8 +153,6 @@ KINDS = [f"--{kind.replace('_', '-')}" for kind in table.CHOICES]
 def spelled(command: str, wanted: set[str], chosen: tuple[str, ...] = ("",) * 4) -> list[str]:
     """A command line of those ``wanted`` settings that the parser accepts, none at its default
     value."""
-    parser_of, words = table.COMMANDS[command]
-    parser = parser_of()
     line = [
         word
         for kind, name in zip(KINDS, chosen, strict=True)
@@ -176,7 +160,7 @@ def spelled(command: str, wanted: set[str], chosen: tuple[str, ...] = ("",) * 4)
         for word in (kind, name)
     ]
     required = ["--max-lr", "0.3"] if "triangular" in line else []
-    options.parse_args_and_arch(parser, [*words.split(), *line, *required])
+    parser = table.parser_of(command, families.TRANSLATION, *line, *required)
     for action in parser._actions:
         flag = flags.name(action)
         if flag in wanted and flag not in KINDS:

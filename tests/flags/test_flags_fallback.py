@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import helpers.cli_runs as cli_runs
-import helpers.flag_training as flag_training
 import pytest
 import torch
 from fairseq import trainer, utils
@@ -43,20 +42,6 @@ CACHE = "--empty-cache-freq 2"
 ALIGNMENTS = "--load-alignments"
 PROVEN: Proofs = {("train", table.FALLBACK): proven(*LINES.values(), *EMA, CACHE, ALIGNMENTS)}
 Run = Callable[[str, bool], Trace]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return flag_training.inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def run(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    @functools.cache
-    def of(line: str, native: bool) -> Trace:
-        return train(inputs, tmp_path_factory.mktemp("run"), line, native)
-
-    return of
 
 
 @pytest.mark.parametrize("reason", LINES)

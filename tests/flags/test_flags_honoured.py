@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import helpers.flag_training as flag_training
 import pytest
 import torch
 from fairseq import checkpoint_utils, trainer
@@ -142,20 +141,6 @@ OTHER_PARTS = {
 CPU, EXPORT = "--cpu", "--export"
 PROVEN: Proofs = {("train", table.HONOURED): proven(*LINES, *OTHER_PARTS, CPU, EXPORT)}
 Run = Callable[[str, bool], Trace]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return flag_training.inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def run(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    @functools.cache
-    def of(line: str, native: bool) -> Trace:
-        return train(inputs, tmp_path_factory.mktemp("run"), line, native)
-
-    return of
 
 
 @pytest.mark.parametrize("line", LINES)

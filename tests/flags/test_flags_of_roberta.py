@@ -24,7 +24,7 @@ from helpers.flag_runs import pieces, prove, table
 
 from lightseq_fairseq.base.families import ROBERTA
 
-SETTINGS = table.family_settings(table.ROBERTA_COMMANDS)
+SETTINGS = table.family_settings(table.OF_ROBERTA)
 TASKS = ("masked_lm", "sentence_prediction")
 PLAIN: dict[str, dict[str, Any]] = {
     task: {
@@ -121,7 +121,7 @@ UNREAD = {
 
 def test_every_row_has_a_proof() -> None:
     parts = {"--min-params-to-wrap", "--quant-noise-pq-block-size"}
-    for column in table.ROBERTA_COMMANDS:
+    for column in table.OF_ROBERTA.columns:
         command, task = column.split()
         is_training = command == "train"
         lines = {

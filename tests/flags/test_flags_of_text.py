@@ -29,7 +29,7 @@ from lightseq_fairseq.base.families import LANGUAGE_MODEL
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.plugins.settings import WITHOUT
 
-SETTINGS = table.family_settings(table.TEXT_COMMANDS)
+SETTINGS = table.family_settings(table.OF_TEXT)
 # Names in braces are folders and files. Settings before a bar are needed by those after it.
 MODEL = [
     "--activation-fn gelu --decoder-embed-dim 24 --decoder-input-dim 20 --decoder-output-dim 28 "

@@ -86,11 +86,6 @@ CHANGED = {
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
 def cached(data: Path) -> Path:
     """The same data in the format of --dataset-impl cached."""
     text, folder = data.parent / "text", data.parent / "cached"
@@ -98,13 +93,6 @@ def cached(data: Path) -> Path:
     line = f"-s de -t en --dataset-impl cached --destdir {folder} {' '.join(prefixes)}"
     cli_runs.succeed("preprocess", *line.split())
     return folder
-
-
-@pytest.fixture(scope="module")
-def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    launch("train", data, folder, "", ok=True)
-    return folder / "checkpoint_last.pt"
 
 
 def sentences(batch: Any) -> list[list[int]]:

@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import helpers.cli_runs as cli_runs
-import helpers.flag_training as flag_training
 import pytest
 import torch
 from fairseq import file_io
@@ -41,11 +40,6 @@ PROVEN: Proofs = {
     ("train", table.FALLBACK): proven(PROFILE),
 }
 OWN = ("wps", "ups", "wall")  # they differ between any two runs
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return flag_training.inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def logged(package: mock.MagicMock) -> list[tuple[str, list[str], list[float]]]:

@@ -33,11 +33,6 @@ OURS = ("", "--diverse-beam-groups 2 --diverse-beam-strength 0.5", "--no-repeat-
 OTHERS = ("--native", "--print-alignment hard")
 
 
-@pytest.fixture(scope="module", name="toy")
-def trained_toy() -> Toy:
-    return digits.toy()
-
-
 @pytest.fixture(name="moved")
 def stand_in_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Records everything that fairseq's loops move to the GPU."""

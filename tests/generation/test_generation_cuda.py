@@ -44,11 +44,6 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", name="toy")
-def trained_toy() -> Toy:
-    return digits.toy()
-
-
 @functools.cache
 def batches(on_gpu: bool) -> list[dict[str, Any]]:
     samples = list(held_out(digits.toy().task))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import helpers.digits as digits
 import helpers.parity as parity
 import pytest
 import torch
@@ -13,11 +12,6 @@ from fairseq.logging import metrics
 from helpers.digits import SENTENCES, TOY, Toy, held_out, translate
 from helpers.parity import LS, NATIVE, command_line
 from helpers.searches import assert_close
-
-
-@pytest.fixture(scope="module", name="toy")
-def trained_toy() -> Toy:
-    return digits.toy()
 
 
 @pytest.mark.parametrize("left_pad", [True, False], ids=["left-pad", "right-pad"])

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import helpers.digits as digits
 import pytest
 import torch
 from helpers.cli_runs import succeed
@@ -35,11 +34,6 @@ LINES = [
     "null eins null eins null eins null",
     "neun acht eins drei drei vier",
 ]
-
-
-@pytest.fixture(scope="module", name="toy")
-def trained_toy() -> Toy:
-    return digits.toy()
 
 
 def load(toy: Toy, path: Any = None, **options: Any) -> Translator:

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 from click.testing import CliRunner, Result
+from fairseq import tasks
+from helpers import parity
 from torch import Tensor
 
 from lightseq_fairseq.cli import bench
+from lightseq_fairseq.cli.benchmark.train.cases import Case, command
+from lightseq_fairseq.cli.words import defaults
 
 
 def bench_train(*words: object) -> Result:
@@ -32,6 +36,15 @@ def bench_once(
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     return done, {row["system"]: row for row in json.loads(output.read_text())}
+
+
+def fairseqs(case: Case, data: Path, *flags: object) -> tuple[Any, Any]:
+    """fairseq's configuration and task of the command that trains its own model on ``case``."""
+    words = command(case, "fairseq", data, data / "report.json", 1, False, 0)
+    words = [word for word in words[words.index("--") + 1 :] if word != "--native"]
+    words = defaults.complete([*words, *map(str, flags)], defaults.Machine())
+    cfg = parity.parse(defaults.native_twin(words))
+    return cfg, tasks.setup_task(cfg.task)
 
 
 def layer_state(native: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:

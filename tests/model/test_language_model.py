@@ -20,11 +20,6 @@ ARCHS = ARCH_MODEL_INV_REGISTRY["transformer_lm"]
 BANDS = {"adaptive_input_cutoff": "20,50", "adaptive_softmax_cutoff": "20,50"}
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return parity.write_text(tmp_path_factory.mktemp("text"))
-
-
 def build(text: Path, systems: parity.Systems, **flags: Any) -> tuple[Any, Any]:
     task, model, _ = parity.build(parity.parse(command_line(text, systems, **{**SMALL, **flags})))
     return task, model

@@ -52,11 +52,6 @@ def translation(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return task, model.eval()
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return parity.write_text(tmp_path_factory.mktemp("text"))
-
-
 def tokens(length: int, pads: int = 0) -> torch.Tensor:
     """One sentence of words and its eos, with pads on the left."""
     return torch.tensor([[PAD] * pads + list(range(4, 3 + length)) + [2]])

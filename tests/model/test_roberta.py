@@ -20,11 +20,6 @@ VOCABULARY = parity.VOCABULARY + 1  # <mask>: no multiple of 8
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return parity.write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parity.write_classes(tmp_path_factory.mktemp("classes"))
 

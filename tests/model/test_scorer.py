@@ -18,11 +18,6 @@ SMALL = {**TEXT, "decoder_layers": 2, "decoder_attention_heads": 2, "dropout": 0
 BREAKS = ["none", "complete", "complete_doc", "eos"]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return parity.write_text(tmp_path_factory.mktemp("text"))
-
-
 def models(text: Path, **flags: Any) -> tuple[Any, Any, Any]:
     """The task, and our model and fairseq's with the same weights in float64."""
     (task, ours, _), (_, native, _) = (

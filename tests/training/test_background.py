@@ -23,11 +23,6 @@ from lightseq_fairseq.training.host_copies import HostCopies
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def flags(**others: Any) -> dict[str, Any]:
     return {**runs.LS, "bf16": True, "no_epoch_checkpoints": True, "max_update": 12, **others}
 

@@ -50,11 +50,6 @@ def _drops(args: Any) -> None:
     ARCH_CONFIG_REGISTRY["transformer_tiny"](args)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def run(data: Path, folder: Path, **flags: Any) -> list[float]:
     return runs.run(data, folder, **{**runs.LS, "no_save": True, "max_update": 4, **flags})
 

@@ -32,11 +32,6 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
 def ls_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ls")
     runs.run(data, folder, **runs.LS, max_update=2)

@@ -35,12 +35,6 @@ PRE_NORM = {"encoder_normalize_before": True, "decoder_normalize_before": True}
 FP8: dict[str, Any] = {**PAIRS, "fp8": True}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Epochs of seven batches."""
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def scales_in(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, torch.Tensor]:
     """The scales of fp8 in a checkpoint: of each product float32 [3, 17]."""
     state = torch.load(folder / name, weights_only=False)["extra_state"]

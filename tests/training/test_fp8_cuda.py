@@ -33,11 +33,6 @@ def with_fp8() -> None:
     skip_without_fp8()
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 Run = Callable[..., tuple[list[float], list[str], int]]
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -123,6 +124,20 @@ def assert_same_state(ours: dict[str, Any], native: dict[str, Any], tolerance: f
             )
 
 
+def clipped_twice(optimizer: Any) -> Tensor:
+    """Later factors and clips apply to gradients that are already clipped."""
+    optimizer.clip_grad_norm(2.0)
+    optimizer.multiply_grads(torch.tensor(0.25, dtype=torch.float64))
+    norm: Tensor = optimizer.clip_grad_norm(0.3)
+    return norm
+
+
+def aggregated(optimizer: Any) -> Tensor:
+    optimizer.multiply_grads(0.5)
+    norm: Tensor = optimizer.clip_grad_norm(1.0, lambda norm: norm * 7)
+    return norm
+
+
 class TestParityInFloat64:
     def test_fifty_steps(self) -> None:
         models = parameters(), parameters()
@@ -154,8 +169,8 @@ class TestParityInFloat64:
         steps = {state["step"] for state in ours.state_dict()["state"].values()}
         assert steps == {50, 37, 38}
 
-    def test_what_follows_a_clip(self) -> None:
-        """Later factors and clips apply to gradients that are already clipped."""
+    @pytest.mark.parametrize("clip", [clipped_twice, aggregated])
+    def test_clips(self, clip: Callable[[Any], Tensor]) -> None:
         models = parameters(), parameters()
         optimizers = build("adam", models[0]), build("ls_adam", models[1])
         for step in range(5):
@@ -163,27 +178,10 @@ class TestParityInFloat64:
                 optimizer.zero_grad()
             set_gradients(step, *models)
             with in_float64():
+                norms = [clip(optimizer) for optimizer in optimizers]
                 for optimizer in optimizers:
-                    optimizer.clip_grad_norm(2.0)
-                    optimizer.multiply_grads(torch.tensor(0.25, dtype=torch.float64))
-                    optimizer.clip_grad_norm(0.3)
                     optimizer.step()
-        assert_close(models[1], models[0])
-
-    def test_aggregated_norm(self) -> None:
-        models = parameters(), parameters()
-        optimizers = build("adam", models[0]), build("ls_adam", models[1])
-        for step in range(5):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            set_gradients(step, *models)
-            with in_float64():
-                found = []
-                for optimizer in optimizers:
-                    optimizer.multiply_grads(0.5)
-                    found.append(optimizer.clip_grad_norm(1.0, lambda norm: norm * 7))
-                    optimizer.step()
-            torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+            torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
         assert_close(models[1], models[0])
 
     def test_experts_are_left_out_of_the_norm(self) -> None:

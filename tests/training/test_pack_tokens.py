@@ -72,11 +72,6 @@ def test_other_data_are_refused() -> None:
 # --- training
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @contextmanager
 def given_batches() -> Iterator[list[list[int]]]:
     """Within the block fairseq's datasets return the batches of --pack-tokens, made here one
@@ -224,11 +219,6 @@ def test_validation_keeps_fairseqs_batches(
 
 
 # --- the launcher
-
-
-@pytest.fixture(scope="module")
-def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("binarised"))
 
 
 def test_the_launcher_takes_the_flag(binarised: Path, tmp_path: Path) -> None:

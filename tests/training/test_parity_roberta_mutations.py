@@ -107,10 +107,10 @@ def look_ups_overwrite_the_gradient_of_the_projection(patch: Patch) -> None:
 def the_head_sees_the_next_row(patch: Patch) -> None:
     packed_logits = LSRobertaModel.packed_logits
 
-    def changed(self: Any, batch: Packed, rng: Tensor, head: str | None = None) -> Tensor:
+    def changed(self: Any, batch: Packed, rng: Tensor) -> Tensor:
         columns = batch["masked"].columns
         columns["rows"] = (columns["rows"] + 1) % len(batch["source"]["tokens"])
-        return packed_logits(self, batch, rng, head)
+        return packed_logits(self, batch, rng)
 
     patch.setattr(LSRobertaModel, "packed_logits", changed)
 
@@ -196,7 +196,7 @@ def the_head_sees_the_last_token(patch: Patch) -> None:
         last = source.segments.cu_seqlens[1:] - 1
         return self._classify(self.classification_heads[head], x.index_select(0, last), rng)
 
-    patch.setattr(LSRobertaModel, "packed_logits", changed)
+    patch.setattr(LSRobertaModel, "class_outputs", changed)
 
 
 @mutation("numbers")

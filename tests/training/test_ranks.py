@@ -27,12 +27,6 @@ PLAIN = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0, "no_save
 SHARDED = {"zero_sharding": "os"}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Epochs of seven batches: in the last update, one of two ranks has no batch."""
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.mark.parametrize(
     "flags",
     [{}, {"update_freq": 2}, {"bf16": True}, {"fp16": True}, {"sentence_avg": True}],

@@ -55,16 +55,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("binarised"))
-
-
 def load(folder: Path) -> dict[str, Any]:
     return dict(torch.load(folder / "checkpoint_last.pt", weights_only=False))
 

@@ -22,11 +22,6 @@ from lightseq_fairseq.training import captured as captured_training
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @dataclass
 class Found:
     """The results of a run, and what the host knew during it.

@@ -35,16 +35,6 @@ from lightseq_fairseq.training.stopping import Stopping
 SETS = {"ours": runs.LS, "fairseq's steps": {**runs.LS, "optimizer": "adam"}}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("binarised"))
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("steps", SETS)
 def test_a_run_goes_on_bit_by_bit(

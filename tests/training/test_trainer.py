@@ -44,11 +44,6 @@ def flat_fp16_on_cpu() -> Any:
         yield
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 class Run:
     """A run without interruption: its losses and, in ``folder``, its checkpoints."""
 

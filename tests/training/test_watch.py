@@ -109,11 +109,6 @@ def test_each_rank_is_watched_by_others() -> None:
     assert set().union(*watching) == set(range(100))
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def test_a_stopped_rank_is_reported_while_the_others_wait(data: Path, tmp_path: Path) -> None:
     step, calls = trainer.Trainer.begin_epoch, 0
 
@@ -159,11 +154,6 @@ def test_a_stopped_rank_is_reported_while_the_others_wait(data: Path, tmp_path: 
 
 
 # --- By the launchers, on a CPU, without flags about how ranks communicate -----------------------
-
-
-@pytest.fixture(scope="module")
-def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("binarised"))
 
 
 @contextmanager

@@ -1,0 +1,143 @@
+"""A checkpoint that does not fit the command."""
+
+from __future__ import annotations
+
+import re
+
+from lightseq_fairseq.base import families
+from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.checks.failures.cause import Cause
+from lightseq_fairseq.cli.checks.failures.known import Known, Rule, checkpoint, data_folder
+from lightseq_fairseq.cli.words.defaults import is_given
+
+_MISMATCH = re.compile(
+    r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from "
+    r"checkpoint, the shape in current model is torch\.Size\(\[([\d, ]*)\]\)"
+)
+_VOCABULARY = ("embed_tokens.weight", "output_projection.weight")
+_ITS_DICTIONARIES = (
+    "use the data folder that it was trained on, or binarise the data with its dictionaries "
+    "(lightseq-preprocess --srcdict, --tgtdict)."
+)
+
+
+def _state_dict(failure: Cause, request: Request) -> str | None:
+    if not failure.text.startswith("Error(s) in loading state_dict"):
+        return None
+    where = checkpoint(request)
+    mismatches = _MISMATCH.findall(failure.text)
+    for name, saved, built in mismatches:
+        saved_words, *saved_width = saved.split(", ")
+        built_words, *built_width = built.split(", ")
+        if name.endswith(_VOCABULARY) and saved_width == built_width:
+            side = "source " if name.startswith("encoder") else "target "
+            side = "" if families.has_prompts(getattr(request.args, "task", None)) else side
+            return (
+                f"The dictionary does not match {where}: the {side}dictionary in "
+                f"{data_folder(request)} has {built_words} words, but the checkpoint was trained "
+                f"with {saved_words}; {_ITS_DICTIONARIES}"
+            )
+    if mismatches:
+        name, saved, built = mismatches[0]
+        difference = f"{name} is [{saved}] in the checkpoint and [{built}] in this model"
+    else:
+        difference = " ".join(failure.text.split("\n", 1)[-1].split())[:200]
+    flags = [_positions(name, saved, request) for name, saved, _ in mismatches]
+    if flags and None not in flags:
+        remedy = "set " + " ".join(flag for flag in dict.fromkeys(flags) if flag)
+    else:
+        remedy = "use the --arch and the sizes that it was trained with"
+    return (
+        f"The model does not match {where} ({difference}): {remedy}, or start a new run in "
+        "another --save-dir."
+    )
+
+
+def _positions(name: str, saved: str, request: Request) -> str | None:
+    """The flag that gives a model the positions of the checkpoint; None for another parameter.
+
+    fairseq takes their number from the length of a block unless the flag of the model is given.
+    """
+    found = re.search(r"(encoder|decoder|sentence_encoder)\.embed_positions\.weight$", name)
+    if found is None:
+        return None
+    flag = {
+        "encoder": "--max-source-positions",
+        "decoder": "--max-target-positions",
+        "sentence_encoder": "--max-positions",
+    }[found[1]]
+    if hasattr(request.args, "tokens_per_sample") and not is_given(request.argv, (flag,)):
+        flag = "--tokens-per-sample"
+    rows = int(saved.partition(",")[0])
+    return f"{flag} {rows - 2}"  # the table has two more rows: for numbers up to the pad's, 1
+
+
+def _joined_dictionary(found: re.Match[str], request: Request) -> str:
+    """fairseq's error about --share-all-embeddings, which may come from the checkpoint."""
+    if getattr(request.args, "path", None) is None:
+        return (
+            f"{found[1]} needs a joined dictionary, but {data_folder(request)} has two: binarise "
+            f"the data with lightseq-preprocess --joined-dictionary, or remove {found[1]}."
+        )
+    return (
+        f"The source and the target dictionary in {data_folder(request)} differ, but "
+        f"{checkpoint(request)} was trained with one joined dictionary: {_ITS_DICTIONARIES}"
+    )
+
+
+def _missing(found: re.Match[str], request: Request) -> str:
+    flag = "--lm-path" if found[1] == getattr(request.args, "lm_path", None) else "--path"
+    return f"The checkpoint {found[1]} does not exist: check {flag}."
+
+
+def _no_update(found: re.Match[str], request: Request) -> str:
+    """fairseq's loop over the updates of an epoch has had no iteration."""
+    if getattr(request.args, "skip_remainder_batch", False):
+        return (
+            "The epoch has no update left, because fewer batches than --update-freq remain "
+            "and --skip-remainder-batch skips them: lower --update-freq, or remove "
+            "--skip-remainder-batch."
+        )
+    return (
+        f"The epoch in which {checkpoint(request)} was saved has no update left with this "
+        f"--update-freq: use the previous --update-freq until the epoch ends, or begin again "
+        f"at the first epoch with --reset-dataloader."
+    )
+
+
+def _other_part(found: re.Match[str], request: Request) -> str:
+    what, saved, asked = found.groups()
+    return (
+        f"This run uses {asked}, but {checkpoint(request)} was saved with {saved}: use its "
+        f"{what.lower()} and precision, or reset the optimizer with --reset-optimizer."
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    _state_dict,
+    Known(r"(--share-\S+) requires a joined dictionary", _joined_dictionary),
+    Known(
+        "Model file not found: $",
+        "--path contains an empty file name: remove the colon before or after it.",
+    ),
+    Known("Model file not found: (.*)", _missing),
+    Known(
+        "",
+        "This run cannot resume from {checkpoint}, which was saved with another learning-rate "
+        "schedule: use its --lr-scheduler, or begin a new schedule with --reset-lr-scheduler.",
+        kind="KeyError",
+        source="lr_scheduler",
+    ),
+    Known(
+        "Cannot resume training due to dataloader mismatch",
+        "This run cannot resume from {checkpoint}, because an epoch has fewer batches now than the "
+        "checkpoint has already trained on: use its data, --max-tokens, --batch-size and "
+        "--pack-tokens, or begin again at the first epoch with --reset-dataloader.",
+    ),
+    Known(".*'valid_losses'", _no_update, kind="UnboundLocalError"),
+    Known(
+        r"(Criterion|Optimizer) does not match; please reset the optimizer "
+        r"\(--reset-optimizer\)\.\s+(\S+) vs (\S+)",
+        _other_part,
+    ),
+)

@@ -1,0 +1,73 @@
+"""Data that are missing, damaged or too long."""
+
+from __future__ import annotations
+
+import re
+
+from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.checks.failures.known import Known, Rule
+from lightseq_fairseq.cli.words.command_lines import ended
+
+
+def _too_long(found: re.Match[str], request: Request) -> str:
+    if found[2].startswith("{"):  # a size of each language pair; fairseq always names sentence 0
+        pairs = re.findall(r"'(\S+?)': \((\d+), (\d+)\)", found[3])
+        most = ", ".join(f"{source} and {target} in {pair}" for pair, source, target in pairs)
+        return (
+            "Sentences have more tokens than the model takes (source and target: "
+            f"{most or found[3]}); the warnings above number them: shorten them, or skip such "
+            "sentences with --skip-invalid-size-inputs-valid-test."
+        )
+    index = found[1]
+    size, limit = (re.sub(r"np\.\w+\((\d+)\)", r"\1", text) for text in found.group(2, 3))
+    sides = " (source, target)" if "," in size else ""
+    return (
+        f"Sentence {index} (counted from 0) has {size} tokens{sides}, but the model takes at most "
+        f"{limit}: shorten it, or skip such sentences with --skip-invalid-size-inputs-valid-test."
+    )
+
+
+def _unnamed_sets(found: re.Match[str], request: Request) -> str:
+    """fairseq reports that validation sets are ignored, and stops."""
+    sets = found[1].replace("'", "")
+    return (
+        f"The data folder has validation sets that --valid-subset does not name ({sets}): name "
+        "them too, use all with --combine-valid-subsets, or ignore them with "
+        "--ignore-unused-valid-subsets."
+    )
+
+
+_NOT_UTF8 = "The text is not UTF-8 ({}): convert it to UTF-8, for example with iconv."
+
+RULES: tuple[Rule, ...] = (
+    Known(
+        r"Size of sample #(\d+) is invalid \(=(.+?)\) since max_positions=(.+?), skip this example",
+        _too_long,
+    ),
+    Known(
+        r"Dataset not found: (\S+) \((.*)\)",
+        "{2} contains no split named {1}: binarise it with lightseq-preprocess, choose another "
+        "split with --train-subset, --valid-subset or --gen-subset, or set --dataset-impl: raw if "
+        "the split is plain text, mmap if it is binarised.",
+    ),
+    Known(
+        "The dataset is empty",
+        "There is no sentence to train on, because all are empty or too long: raise --max-tokens, "
+        "and --max-source-positions and --max-target-positions if they are lower.",
+    ),
+    Known(
+        "Could not infer language pair",
+        "The names of the data files do not show the languages: set them with -s and -t.",
+    ),
+    Known(
+        "Incorrect dictionary format|Duplicate word found when loading Dictionary|"
+        "Incorrect encoding detected in",
+        lambda found, request: f"A dictionary cannot be read: {ended(found.string)}",
+    ),
+    Known(
+        r"'utf-8' codec can't decode (.*?): ", _NOT_UTF8.format("{1}"), kind="UnicodeDecodeError"
+    ),
+    # fairseq seeks the start of a character before the beginning of the file.
+    Known("negative seek", _NOT_UTF8.format("the beginning of a file"), source="file_chunker"),
+    Known(r"Valid paths \[(.*)\] will be ignored", _unnamed_sets),
+)
