@@ -35,7 +35,7 @@ from lightseq_fairseq.cli.words import defaults, registries
     "compute capability 8.9 or later (slowly also on a CPU).",
 )
 def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
-    """Train a translation model or a language model: fairseq-train, accelerated.
+    """Train a translation model, a language model or RoBERTa: fairseq-train, accelerated.
 
     Takes every option of fairseq-train. To use this package, add the prefix ls_ to the arch, the
     optimizer and the criterion. The arch is enough; this command is complete:
