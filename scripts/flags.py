@@ -283,6 +283,8 @@ OF_ROBERTA = Section(
     ROBERTA_INTRODUCTION,
     ROBERTA_NOTES,
 )
+# After the table of translation
+SECTIONS = OF_TEXT, OF_ROBERTA
 
 
 def translation_settings() -> dict[str, Row]:
@@ -409,7 +411,7 @@ def text() -> str:
     """Return the text of docs/flags.md."""
     translation = table(translation_settings(), list(COMMANDS), answer, NOTES)
     pages = [INTRODUCTION, *translation, ""]
-    for section in (OF_TEXT, OF_ROBERTA):
+    for section in SECTIONS:
         answers = functools.partial(answer, family=section.family)
         rows = table(family_settings(section), list(section.columns), answers, section.notes)
         pages += [section.introduction, *rows, ""]

@@ -92,13 +92,13 @@ def _options(state: dict[str, Any], source: Path) -> tuple[Namespace, Family]:
     # These options may be only in the task's section, which CTranslate2 does not read.
     task: Any = cfg.get("task") or {}
     task = vars(task) if isinstance(task, Namespace) else task
-    first = family.tasks[0]
-    for name in (*_settings_in(first.dictionaries or {}), "data"):
+    args.task = getattr(args, "task", None) or task.get("_name", family.tasks[0].name)
+    record = families.tasks().get(args.task, family.tasks[0])
+    for name in (*_settings_in(record.dictionaries or {}), "data"):
         setattr(args, name, getattr(args, name, None) or task.get(name))
     for name in ("encoder_embed_path", "decoder_embed_path"):
         if hasattr(args, name):  # pretrained embeddings, not needed any more: may not exist
             setattr(args, name, None)
-    args.task = getattr(args, "task", None) or task.get("_name", first.name)
     return args, family
 
 

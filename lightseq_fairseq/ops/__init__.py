@@ -4,7 +4,7 @@ Each op has a file, and usually a forward and a backward (`lightseq::<stem>_fwd`
 definition is a NamedTuple of the arguments. The methods check the arguments, give the output shapes
 and compute the result in plain torch: that reference is the CPU kernel and the oracle of the tests.
 From the definition, `registry.define` derives the schema and the public function exported here,
-which checks its arguments and calls the op. Callers pass arguments after the eighth by name.
+which checks its arguments and calls the op.
 """
 # ruff: noqa: I001, RUF022  (imports in the order of use, not in alphabetical order)
 

@@ -65,10 +65,13 @@ def is_criterion_of_others(args: argparse.Namespace, task: Task) -> bool:
 
 
 def is_criterion_of_other_families(args: argparse.Namespace) -> bool:
-    """Whether the model is one of ours whose tasks name no criteria, and the criterion is for other
+    """Whether the model is one of ours, its task names no criteria, and the criterion is for other
     models or data."""
     family = family_of(args.arch)
-    if family is None or any(task.criteria for task in family.tasks):
+    if family is None:
+        return False
+    mine = [task for task in family.tasks if task.name == getattr(args, "task", None)]
+    if any(task.criteria for task in mine or family.tasks):
         return False
     theirs = {name for task in families.tasks().values() for name in task.criteria}
     return args.criterion in (theirs | {*_OF_OTHERS.split()}) - {*_OF_TOKENS.split()}

@@ -1,4 +1,4 @@
-"""The ``ls_`` criteria: fairseq's criteria on one fused op, and their `training.objectives`.
+"""The ``ls_`` criteria: fairseq's criteria on one fused op, and their `step.objectives`.
 
 Shapes: B = sentences, L = longest sentence, T = rows (packed tokens), V = vocabulary.
 """

@@ -225,3 +225,9 @@ def test_a_criterion_of_tokens_fits_several_families(monkeypatch: pytest.MonkeyP
         for name in (*criteria, "ls_masked_lm", "ctc")
     }
     assert [name for name in refused if refused[name]] == ["ls_of_verses", "ls_masked_lm", "ctc"]
+
+
+def test_a_task_has_one_record() -> None:
+    """Commands know a task by its name alone."""
+    named = [task for family in FAMILIES for task in family.tasks]
+    assert all(families.tasks()[task.name] == task for task in named)
