@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers.attention import MultiheadAttention
-from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer
+from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer, encode
 from lightseq_fairseq.layers.node import Input, apply
-from lightseq_fairseq.layers.residual_norm import Affine, Norm
 from lightseq_fairseq.layers.stack import Stack, Sublayer
 from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory.packing import Segments
@@ -52,8 +51,8 @@ class DecoderLayer(TransformerLayer):
     ) -> list[Sublayer]:  # fmt: skip
         """place: of the layer in its stack, see ``memory_weight``."""
         site = self.first_site(rng)
-        own = self.self_attn.heads(target, target, causal, rng, site)
-        cross = self.encoder_attn.heads(target, source, False, rng, site + 2)
+        own = self.self_attn.arguments(target, target, causal, rng, site)
+        cross = self.encoder_attn.arguments(target, source, False, rng, site + 2)
         norms = self.self_attn_layer_norm, self.encoder_attn_layer_norm
         return [
             self.self_attn.sublayer(own, norms[0], self.output_dropout(rng, site + 1)),
@@ -150,21 +149,21 @@ def decode(
     """
     stack = list(layers)
     if not stack:
-        return (x if last_norm is None else apply(Norm(Affine.of(last_norm), rng), x)[0]).x, None
+        return encode([], last_norm, x, target, rng).x, None
     memory = memory_weight(stack)
     sublayers = [
         layer.sublayers(target, source, rng, causal, memory, place)
         for place, layer in enumerate(stack)
     ]
-    watched = None if attention_of is None else stack[attention_of].encoder_attn
-    result, *seen = apply(
+    result, *asked = apply(
         Stack(
-            sublayers, last_norm, is_pre_norm=stack[0].normalize_before,
+            sublayers, last_norm, rng, is_pre_norm=stack[0].normalize_before,
             recomputes=checkpoint_activations, memory=memory,
             watched=None if attention_of is None else sublayers[attention_of][1],
         ), x, encoder_out,
     )  # fmt: skip
-    if watched is None:
+    if attention_of is None:
         return result.x, None
-    queries_of, keys_of = seen
-    return result.x, watched.cross_weights(queries_of.x, keys_of.x, target, source)
+    queries_of, keys_of = asked
+    block = stack[attention_of].encoder_attn
+    return result.x, block.cross_weights(queries_of.x, keys_of.x, target, source)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.feed_forward import FeedForward
 from lightseq_fairseq.layers.node import Input, apply
-from lightseq_fairseq.layers.residual_norm import Affine, Norm
 from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.layers.stack import Stack, Sublayer
 from lightseq_fairseq.layers.weight import Weight
@@ -98,10 +97,10 @@ class EncoderLayer(TransformerLayer):
 
     def sublayers(self, segments: Segments, rng: Tensor, causal: bool) -> list[Sublayer]:
         site = self.first_site(rng)
-        heads = self.self_attn.heads(segments, segments, causal, rng, site)
+        arguments = self.self_attn.arguments(segments, segments, causal, rng, site)
         dropout = self.output_dropout(rng, site + 1)
         return [
-            self.self_attn.sublayer(heads, self.self_attn_layer_norm, dropout),
+            self.self_attn.sublayer(arguments, self.self_attn_layer_norm, dropout),
             self.feed_forward(rng, site + 2),
         ]
 
@@ -160,12 +159,10 @@ def encode(
     stack = list(layers)
     if states is not None:
         states.append(x.x)
-    if not stack:
-        return x if last_norm is None else apply(Norm(Affine.of(last_norm), rng, cast), x)[0]
     result, *behind = apply(
         Stack(
-            [layer.sublayers(segments, rng, causal) for layer in stack], last_norm,
-            is_pre_norm=stack[0].normalize_before, recomputes=checkpoint_activations,
+            [layer.sublayers(segments, rng, causal) for layer in stack], last_norm, rng,
+            is_pre_norm=not stack or stack[0].normalize_before, recomputes=checkpoint_activations,
             cast=cast, states=states is not None,
         ), x,
     )  # fmt: skip
