@@ -10,8 +10,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from lightseq_fairseq.layers.attention import MultiheadAttention
-from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer, encode
+from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer, run_encoder
 from lightseq_fairseq.layers.node import Input, apply
 from lightseq_fairseq.layers.stack import Stack, Sublayer
 from lightseq_fairseq.layers.weight import Weight
@@ -32,18 +31,11 @@ class DecoderLayer(TransformerLayer):
         activation: str = "relu", normalize_before: bool = False, site: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            dropout=dropout, activation_dropout=activation_dropout, activation=activation,
+            embed_dim, ffn_dim, num_heads, embed_dim if encoder_dim is None else encoder_dim,
+            dropout=dropout, attention_dropout=attention_dropout,
+            activation_dropout=activation_dropout, activation=activation,
             normalize_before=normalize_before, site=site,
         )  # fmt: skip
-        self.self_attn = MultiheadAttention(embed_dim, num_heads, dropout=attention_dropout)
-        self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
-        self.encoder_attn = MultiheadAttention(
-            embed_dim, num_heads, key_dim=encoder_dim, dropout=attention_dropout
-        )
-        self.encoder_attn_layer_norm = nn.LayerNorm(embed_dim)
-        self.fc1 = nn.Linear(embed_dim, ffn_dim)
-        self.fc2 = nn.Linear(ffn_dim, embed_dim)
-        self.final_layer_norm = nn.LayerNorm(embed_dim)
 
     def sublayers(
         self, target: Segments, source: Segments, rng: Tensor, causal: bool, memory: Weight,
@@ -80,6 +72,22 @@ def memory_weight(layers: Iterable[DecoderLayer]) -> Weight:
     return Weight.of(*_memory(layers))
 
 
+def _products(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[nn.Linear]]:
+    """For each matrix product of these layers what it reads as one, in the order of rows.
+
+    layers: as in ``fused_groups``.
+    """
+    stack = list(layers)
+    products: list[list[nn.Linear]] = []
+    for layer in stack:
+        own = layer.self_attn
+        products += [[own.q_proj, own.k_proj, own.v_proj], [own.out_proj], [layer.fc1], [layer.fc2]]
+        if isinstance(layer, DecoderLayer):
+            products += [[layer.encoder_attn.q_proj], [layer.encoder_attn.out_proj]]
+    memory = _memory(layer for layer in stack if isinstance(layer, DecoderLayer))
+    return [*products, memory] if memory else products
+
+
 def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Tensor]]:
     """Lists the parameters that one GEMM reads together, for ``parameters.flatten_parameters``.
 
@@ -92,14 +100,10 @@ def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Ten
     Returns:
         Weights and biases of each self-attention, and those that read the encoder's output.
     """
-    stack = list(layers)
     groups: list[list[Tensor]] = []
-    for layer in stack:
-        parts = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-        groups += [[part.weight for part in parts], [part.bias for part in parts]]
-    memory = _memory(layer for layer in stack if isinstance(layer, DecoderLayer))
-    if memory:
-        groups += [[p.weight for p in memory], [p.bias for p in memory]]
+    for product in _products(layers):
+        if len(product) > 1:
+            groups += [[part.weight for part in product], [part.bias for part in product]]
     return groups
 
 
@@ -108,17 +112,7 @@ def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[
 
     layers: as in ``fused_groups``.
     """
-    stack = list(layers)
-    products: list[list[Tensor]] = []
-    for layer in stack:
-        own = layer.self_attn
-        products += [[own.q_proj.weight, own.k_proj.weight, own.v_proj.weight]]
-        linears = [own.out_proj, layer.fc1, layer.fc2]
-        if isinstance(layer, DecoderLayer):
-            linears += [layer.encoder_attn.q_proj, layer.encoder_attn.out_proj]
-        products += [[linear.weight] for linear in linears]
-    memory = _memory(layer for layer in stack if isinstance(layer, DecoderLayer))
-    return [*products, *([[p.weight for p in memory]] if memory else [])]
+    return [[linear.weight for linear in product] for product in _products(layers)]
 
 
 def run_decoder(
@@ -149,7 +143,7 @@ def decode(
     """
     stack = list(layers)
     if not stack:
-        return encode([], last_norm, x, target, rng).x, None
+        return run_encoder([], last_norm, x, target, rng).x, None
     memory = memory_weight(stack)
     sublayers = [
         layer.sublayers(target, source, rng, causal, memory, place)

@@ -149,10 +149,18 @@ class Stack(Pair):
             columns = _columns(memory, sublayer)
             if sublayer is self.watched and columns is not None:
                 asked += [Input(x.x), Input(columns)]
-            h, of_sublayer = sublayer.forward(x, columns)
-            x, residual, of_end = end.forward(h, residual)
-            if saved is not None:
-                saved.append((of_sublayer, of_end))
+            x, residual = self._run_one(sublayer, end, x, residual, columns, saved)
+        return x, residual
+
+    # Not a part of the loop: what is not saved is freed before the next sublayer runs.
+    def _run_one(
+        self, sublayer: Sublayer, end: ResidualNorm, x: Input, residual: Tensor,
+        columns: Tensor | None, saved: list[Any] | None,
+    ) -> tuple[Input, Tensor]:  # fmt: skip
+        h, of_sublayer = sublayer.forward(x, columns)
+        x, residual, of_end = end.forward(h, residual)
+        if saved is not None:
+            saved.append((of_sublayer, of_end))
         return x, residual
 
     def backward(

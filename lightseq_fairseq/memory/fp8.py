@@ -46,12 +46,11 @@ class Operands:
 
     Attributes:
         input, gradient: their casts.
-        weight: the cast of its weight; matrix: the result, [N, K].
+        matrix: its weight [N, K], cast.
         count: called with the number of values of each cast.
     """
 
     input: Cast
-    weight: Cast
     gradient: Cast
     matrix: Quantised
     count: Callable[[int], None]
@@ -88,8 +87,8 @@ class NoFp8:
         """Compute scales from the last pass alone. Call it ``passes_due`` times, each time after a
         forward and backward pass without an update, whose amaxes are those of all ranks."""
 
-    def report(self, cast: Tensor, saturated: Tensor) -> None:
-        """Write how many numbers were cast since `update`, and how many of them saturated."""
+    def report(self, counts: Tensor) -> None:
+        """Write how many numbers were cast since `update`, and how many of them saturated, [2]."""
 
     def update(self, skipped: Tensor) -> None:
         """Compute the scales of the next update; afterwards cast the weights.
@@ -162,16 +161,16 @@ class Fp8State(NoFp8):
         self._operands: dict[tuple[int, torch.Size], Operands] = {}
         for place, weight in enumerate(weights.values()):
             part = slice(matrices[place].place, matrices[place].place + weight.numel())
-            input, of_weight, gradient = (
+            input, gradient = (
                 Cast(*(x[row, place] for x in (self._scale, self.amax, self.saturated)))
-                for row in (_INPUT, _WEIGHT, _GRADIENT)
+                for row in (_INPUT, _GRADIENT)
             )
             matrix = Quantised(
                 self._values[part].view(weight.shape),
                 self._transposes[part].view(weight.shape[::-1]),
-                of_weight.scale,
+                self._scale[_WEIGHT, place],
             )
-            self._operands[_key(weight)] = Operands(input, of_weight, gradient, matrix, self._count)
+            self._operands[_key(weight)] = Operands(input, gradient, matrix, self._count)
         self._lacks_weights = False
         self.passes_due = 0 if self._load(saved) else _FIRST_PASSES
         if self.passes_due:
@@ -197,9 +196,9 @@ class Fp8State(NoFp8):
         self.cast_weights()
         self.passes_due -= 1
 
-    def report(self, cast: Tensor, saturated: Tensor) -> None:
-        cast.copy_(self.cast)
-        saturated.copy_(self.saturated.sum())
+    def report(self, counts: Tensor) -> None:
+        counts[0].copy_(self.cast)
+        counts[1].copy_(self.saturated.sum())
 
     def update(self, skipped: Tensor) -> None:
         self._scales(False, skipped)

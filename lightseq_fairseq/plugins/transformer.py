@@ -31,7 +31,7 @@ from lightseq_fairseq.generation.incremental import Incremental
 from lightseq_fairseq.layers import linear, sinusoidal_positions, vocabulary_logits
 from lightseq_fairseq.layers.decoder import DecoderLayer, decode, memory_weight
 from lightseq_fairseq.layers.embedding import embed_and_cast
-from lightseq_fairseq.layers.encoder import EncoderLayer, encode, first_cast
+from lightseq_fairseq.layers.encoder import EncoderLayer, first_cast, run_encoder
 from lightseq_fairseq.layers.node import Input
 from lightseq_fairseq.memory.packing import Packed, Segments
 from lightseq_fairseq.ops import Cast
@@ -167,9 +167,9 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
         self, tokens: Tensor, segments: Segments, rng: Tensor, states: list[Tensor] | None = None,
         cast: Cast | None = None,
     ) -> Input:  # fmt: skip
-        """As ``features``, for the product that ``cast`` is of; states, cast: see ``encode``."""
+        """As ``features``; states, cast: see ``run_encoder``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 0)
-        return encode(
+        return run_encoder(
             self.layers, self.layer_norm, x, segments, rng,
             checkpoint_activations=self.cfg.checkpoint_activations, states=states, cast=cast,
         )  # fmt: skip
@@ -259,7 +259,7 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 1)
         weights, recompute = None, self.cfg.checkpoint_activations
         if memory is None or source is None:
-            y = encode(self.layers, self.layer_norm, x, segments, rng, causal, recompute).x
+            y = run_encoder(self.layers, self.layer_norm, x, segments, rng, causal, recompute).x
         else:
             y, weights = decode(
                 self.layers, self.layer_norm, x, memory, segments, source, rng, causal, recompute,

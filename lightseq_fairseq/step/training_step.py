@@ -330,12 +330,9 @@ class TrainingStep:
         self._counts.copy_(self._inputs.given()[_UPDATE_INPUTS:])
         if self.ranks.sharded:
             self._counts[Count.SQUARES] = self._exchange.squares(ops.adam_norm)
-        self._count_casts()
+        self.fp8.report(self._counts[Count.CAST :])
         self._amaxes.zero_()
         self._amaxes[self.ranks.rank].copy_(self.fp8.amax.flatten())
-
-    def _count_casts(self) -> None:
-        self.fp8.report(self._counts[Count.CAST], self._counts[Count.SATURATED])
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -359,7 +356,7 @@ class TrainingStep:
         if self.ranks.count > 1:
             self.fp8.amax.copy_(self._amaxes.amax(0).view_as(self.fp8.amax))
         else:
-            self._count_casts()
+            self.fp8.report(self._counts[Count.CAST :])
         self.fp8.update(state[State.SKIPPED])
         # With sharded state, the ranks must first gather the weights.
         cast = None if self.ranks.sharded else self.fp8.weight_cast()
