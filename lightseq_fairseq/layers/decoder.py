@@ -116,34 +116,23 @@ def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[
 
 
 def run_decoder(
-    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
-    encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor, causal: bool = True,
-    checkpoint_activations: bool = False,
+    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor | Input,
+    encoder_out: Tensor | Input, target: Segments, source: Segments, rng: Tensor,
+    causal: bool = True, checkpoint_activations: bool = False,
+    attention: list[Tensor] | None = None, attention_of: int = -1,
 ) -> Tensor:  # fmt: skip
     """Run a stack on x [T, C] with cross attention to encoder_out [T_src, C_enc]; returns [T, C].
 
+    x, encoder_out: tensors, or an ``Input`` each, see ``run_encoder``.
     causal: a target token attends only to itself and to earlier target tokens.
     checkpoint_activations: see ``run_encoder``.
-    """
-    x_and_source = Input(x), Input(encoder_out)
-    return decode(
-        layers, last_norm, *x_and_source, target, source, rng, causal, checkpoint_activations
-    )[0]
-
-
-def decode(
-    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Input,
-    encoder_out: Input, target: Segments, source: Segments, rng: Tensor, causal: bool = True,
-    checkpoint_activations: bool = False, attention_of: int | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As ``run_decoder``; also returns the cross-attention weights of the layer ``attention_of``.
-
-    The weights are ``MultiheadAttention.cross_weights``, [H, B, L, S]; None if ``attention_of`` is
-    None.
+    attention: a list to which the cross-attention weights [H, B, L, S] of the layer
+        ``attention_of`` are appended, before dropout.
     """
     stack = list(layers)
+    inputs = Input.of(x), Input.of(encoder_out)
     if not stack:
-        return run_encoder([], last_norm, x, target, rng).x, None
+        return run_encoder([], last_norm, inputs[0].x, target, rng)
     memory = memory_weight(stack)
     sublayers = [
         layer.sublayers(target, source, rng, causal, memory, place)
@@ -153,11 +142,10 @@ def decode(
         Stack(
             sublayers, last_norm, rng, is_pre_norm=stack[0].normalize_before,
             recomputes=checkpoint_activations, memory=memory,
-            watched=None if attention_of is None else sublayers[attention_of][1],
-        ), x, encoder_out,
+            watched=None if attention is None else sublayers[attention_of][1],
+        ), *inputs,
     )  # fmt: skip
-    if attention_of is None:
-        return result.x, None
-    queries_of, keys_of = asked
-    block = stack[attention_of].encoder_attn
-    return result.x, block.cross_weights(queries_of.x, keys_of.x, target, source)
+    if attention is not None:
+        block, (queries_of, keys_of) = stack[attention_of].encoder_attn, asked
+        attention.append(block.cross_weights(queries_of.x, keys_of.x, target, source))
+    return result.x

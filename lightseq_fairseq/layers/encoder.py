@@ -153,7 +153,7 @@ def run_encoder(
     states: a list to which x and the residual stream after each layer are appended.
     cast: of the product that reads the result, if that is an ``Input``.
     """
-    stack, given = list(layers), Input(x) if isinstance(x, Tensor) else x
+    stack, given = list(layers), Input.of(x)
     result, *behind = apply(
         Stack(
             [layer.sublayers(segments, rng, causal) for layer in stack], last_norm, rng,

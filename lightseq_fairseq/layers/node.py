@@ -31,6 +31,10 @@ class Input(NamedTuple):
     transpose: Tensor | None = None
     cast: Cast | None = None
 
+    @classmethod
+    def of(cls, x: Tensor | Input) -> Input:
+        return cls(x) if isinstance(x, Tensor) else x
+
     @property
     def has_transpose(self) -> bool:
         return self.transpose is not None and self.transpose.numel() > 0

@@ -46,11 +46,12 @@ class Operands:
 
     Attributes:
         input, gradient: their casts.
-        matrix: its weight [N, K], cast.
+        weight: the cast of its weight; matrix: the result, [N, K].
         count: called with the number of values of each cast.
     """
 
     input: Cast
+    weight: Cast
     gradient: Cast
     matrix: Quantised
     count: Callable[[int], None]
@@ -161,16 +162,16 @@ class Fp8State(NoFp8):
         self._operands: dict[tuple[int, torch.Size], Operands] = {}
         for place, weight in enumerate(weights.values()):
             part = slice(matrices[place].place, matrices[place].place + weight.numel())
-            input, gradient = (
+            input, of_weight, gradient = (
                 Cast(*(x[row, place] for x in (self._scale, self.amax, self.saturated)))
-                for row in (_INPUT, _GRADIENT)
+                for row in (_INPUT, _WEIGHT, _GRADIENT)
             )
             matrix = Quantised(
                 self._values[part].view(weight.shape),
                 self._transposes[part].view(weight.shape[::-1]),
-                self._scale[_WEIGHT, place],
+                of_weight.scale,
             )
-            self._operands[_key(weight)] = Operands(input, gradient, matrix, self._count)
+            self._operands[_key(weight)] = Operands(input, of_weight, gradient, matrix, self._count)
         self._lacks_weights = False
         self.passes_due = 0 if self._load(saved) else _FIRST_PASSES
         if self.passes_due:
