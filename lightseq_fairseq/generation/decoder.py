@@ -278,8 +278,8 @@ class StepDecoder:
             keys, values = memory.cache[:, place].unbind(1)
             q, k, v = qkv.unflatten(1, (3, block.num_heads, -1)).unbind(1)
             keys[places, rows], values[places, rows] = k.flatten(1), v.flatten(1)
-            heads = block.heads(segments, segments, True, memory.rng, 0)
-            return ops.attention_fwd(q, k, v, **heads.arguments())[0].flatten(1)
+            arguments = block.arguments(segments, segments, True, memory.rng, 0)
+            return ops.attention_fwd(q, k, v, **arguments)[0].flatten(1)
 
         x = decoder.embed_packed(tokens, positions, 1, memory.rng, 1)
         return _run_layers(decoder, x, memory.rng, prompt, None)
@@ -327,7 +327,7 @@ def _run_layers(
     layers = list(decoder.layers)
     stack = Stack(
         [sublayers(place, layer) for place, layer in enumerate(layers)], decoder.layer_norm,
-        is_pre_norm=layers[0].normalize_before,
+        rng, is_pre_norm=layers[0].normalize_before,
     )  # fmt: skip
     features: Tensor = decoder.project_out(apply(stack, x)[0].x)
     return features

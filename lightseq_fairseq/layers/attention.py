@@ -24,58 +24,26 @@ from lightseq_fairseq.ops import Dropout
 from lightseq_fairseq.ops.arguments import Operand
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Settings of an attention call: all arguments that are not differentiated.
-
-    Attributes:
-        count, width: number of heads H, and their width D.
-        queries, keys: segments of the query side and of the key side.
-        causal: a token attends only to itself and to earlier tokens.
-        dropout: of the attention probabilities.
-    """
-
-    count: int
-    width: int
-    queries: Segments
-    keys: Segments
-    causal: bool
-    dropout: Dropout
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that ``ops.attention_fwd`` and ``_bwd`` share, besides q, k and v."""
-        return {
-            "cu_q": self.queries.cu_seqlens,
-            "cu_k": self.keys.cu_seqlens,
-            "max_q": self._most(self.queries),
-            "max_k": self._most(self.keys),
-            "causal": self.causal,
-            "scale": 1.0 / math.sqrt(self.width),
-            "dropout": self.dropout,
-        }
-
-    def _most(self, segments: Segments) -> int:
-        # References compute up to this bound, so on a CPU it is the tighter bound of this batch.
-        on_gpu = self.dropout.rng.is_cuda
-        return segments.graph_len if on_gpu and segments.graph_len else segments.max_len
-
-
 @dataclass(frozen=True, kw_only=True)
 class Attention(Sublayer):
     """Self-attention, whose ``first`` makes queries, keys and values; or cross attention, whose
     ``first`` makes queries.
 
-    keys_values: in cross attention, makes the memory of all layers of a stack.
+    Attributes:
+        heads: their number H.
+        arguments: see `MultiheadAttention.arguments`.
+        keys_values: in cross attention, makes the memory of all layers of a stack.
     """
 
-    heads: Heads
+    heads: int
+    arguments: dict[str, Any]
     keys_values: Weight | None = None
 
     def forward(self, x: Input, memory: Tensor | None) -> tuple[Tensor, Any]:
         y, of_x = self.first.multiply(x)
         q, k, v = self._split(y, memory)
         cast = self.last.input_cast
-        out, lse, values = ops.attention_fwd(q, k, v, **self.heads.arguments(), cast=cast)
+        out, lse, values = ops.attention_fwd(q, k, v, **self.arguments, cast=cast)
         h, of_out = self.last.multiply(Input(out.flatten(1), values, None, cast))
         return h, (of_x, y, memory, out, lse, of_out)
 
@@ -87,7 +55,7 @@ class Attention(Sublayer):
         dy = self.first.gradient_like(y)
         (q, k, v), (dq, dk, dv) = self._split(y, memory), self._split(dy, dmemory)
         ops.attention_bwd(
-            dout.view_as(out), q, k, v, out, lse, **self.heads.arguments(), dq=dq, dk=dk, dv=dv,
+            dout.view_as(out), q, k, v, out, lse, **self.arguments, dq=dq, dk=dk, dv=dv,
             q_cast=self.first.gradient_cast, k_cast=(self.keys_values or self.first).gradient_cast,
         )  # fmt: skip
         return self.first.backward(dy, of_x, to, onto=onto)
@@ -95,9 +63,9 @@ class Attention(Sublayer):
     def _split(self, y: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values, [T, H, D] each, or their gradients."""
         if memory is None:
-            return y.unflatten(1, (3, self.heads.count, -1)).unbind(1)
-        keys, values = memory.unflatten(1, (2, self.heads.count, -1)).unbind(1)
-        return y.unflatten(1, (self.heads.count, -1)), keys, values
+            return y.unflatten(1, (3, self.heads, -1)).unbind(1)
+        keys, values = memory.unflatten(1, (2, self.heads, -1)).unbind(1)
+        return y.unflatten(1, (self.heads, -1)), keys, values
 
 
 class MultiheadAttention(nn.Module):
@@ -132,21 +100,37 @@ class MultiheadAttention(nn.Module):
         nn.init.xavier_uniform_(self.out_proj.weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def heads(
+    def arguments(
         self, queries: Segments, keys: Segments, causal: bool, rng: Tensor, site: int
-    ) -> Heads:
-        p, width = self.dropout if self.training else 0.0, self.q_proj.out_features
-        count = self.num_heads
-        return Heads(count, width // count, queries, keys, causal, Dropout(p, rng, site))
+    ) -> dict[str, Any]:
+        """The arguments that ``ops.attention_fwd`` and ``_bwd`` share, besides q, k and v.
+
+        causal: a token attends only to itself and to earlier tokens.
+        site: of the dropout of the attention probabilities.
+        """
+        # References compute up to this bound, so on a CPU it is the tighter bound of this batch.
+        max_q, max_k = (
+            side.graph_len if rng.is_cuda and side.graph_len else side.max_len
+            for side in (queries, keys)
+        )
+        return {
+            "cu_q": queries.cu_seqlens,
+            "cu_k": keys.cu_seqlens,
+            "max_q": max_q,
+            "max_k": max_k,
+            "causal": causal,
+            "scale": 1.0 / math.sqrt(self.q_proj.out_features // self.num_heads),
+            "dropout": Dropout(self.dropout if self.training else 0.0, rng, site),
+        }
 
     def sublayer(
-        self, heads: Heads, norm: nn.LayerNorm, dropout: Dropout, memory: Weight | None = None,
-        place: int = 0,
+        self, arguments: dict[str, Any], norm: nn.LayerNorm, dropout: Dropout,
+        memory: Weight | None = None, place: int = 0,
     ) -> Attention:  # fmt: skip
         """Self-attention, or with ``memory`` cross attention of the layer ``place`` of a stack.
 
-        dropout: of the result. memory: makes keys and values of all layers, see
-        ``decoder.memory_weight``.
+        arguments: see `arguments`. dropout: of the result. memory: makes keys and values of all
+        layers, see ``decoder.memory_weight``.
         """
         width = 2 * self.k_proj.out_features
         read = [self.q_proj, *([self.k_proj, self.v_proj] if memory is None else [])]
@@ -154,7 +138,7 @@ class MultiheadAttention(nn.Module):
             norm=norm, first=Weight.of(*read), last=Weight.of(self.out_proj, bias=False),
             bias=self.out_proj.bias, dropout=dropout,
             columns=None if memory is None else slice(place * width, (place + 1) * width),
-            heads=heads, keys_values=memory,
+            heads=self.num_heads, arguments=arguments, keys_values=memory,
         )  # fmt: skip
 
     def cross_weights(self, x: Tensor, memory: Tensor, queries: Segments, keys: Segments) -> Tensor:

@@ -20,7 +20,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, smoothing: float, padding_idx: int,
         accuracy: bool, dloss: Tensor | None,
     ) -> Any:  # fmt: skip
-        ctx.is_gradient, ctx.is_overwritten = dloss is not None, False
+        ctx.is_overwritten = False
         if dloss is not None:
             loss, nll, correct = ops.cross_entropy_fwd_bwd(
                 dloss.expand(len(logits)), logits, target, smoothing, padding_idx, accuracy
@@ -46,7 +46,7 @@ class _CrossEntropy(torch.autograd.Function):
                 "want the gradient of and call backward once"
             )
         logits, *others = ctx.saved_tensors
-        if not ctx.is_gradient:
+        if others:  # else forward has made the gradient
             # The gradient overwrites the logits: the largest tensor of the step exists only once.
             target, lse = others
             ops.cross_entropy_bwd(dloss, logits, target, lse, ctx.smoothing, ctx.padding_idx)

@@ -10,10 +10,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from lightseq_fairseq.layers.attention import MultiheadAttention
-from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer
+from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer, run_encoder
 from lightseq_fairseq.layers.node import Input, apply
-from lightseq_fairseq.layers.residual_norm import Affine, Norm
 from lightseq_fairseq.layers.stack import Stack, Sublayer
 from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory.packing import Segments
@@ -33,18 +31,11 @@ class DecoderLayer(TransformerLayer):
         activation: str = "relu", normalize_before: bool = False, site: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            dropout=dropout, activation_dropout=activation_dropout, activation=activation,
+            embed_dim, ffn_dim, num_heads, embed_dim if encoder_dim is None else encoder_dim,
+            dropout=dropout, attention_dropout=attention_dropout,
+            activation_dropout=activation_dropout, activation=activation,
             normalize_before=normalize_before, site=site,
         )  # fmt: skip
-        self.self_attn = MultiheadAttention(embed_dim, num_heads, dropout=attention_dropout)
-        self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
-        self.encoder_attn = MultiheadAttention(
-            embed_dim, num_heads, key_dim=encoder_dim, dropout=attention_dropout
-        )
-        self.encoder_attn_layer_norm = nn.LayerNorm(embed_dim)
-        self.fc1 = nn.Linear(embed_dim, ffn_dim)
-        self.fc2 = nn.Linear(ffn_dim, embed_dim)
-        self.final_layer_norm = nn.LayerNorm(embed_dim)
 
     def sublayers(
         self, target: Segments, source: Segments, rng: Tensor, causal: bool, memory: Weight,
@@ -52,8 +43,8 @@ class DecoderLayer(TransformerLayer):
     ) -> list[Sublayer]:  # fmt: skip
         """place: of the layer in its stack, see ``memory_weight``."""
         site = self.first_site(rng)
-        own = self.self_attn.heads(target, target, causal, rng, site)
-        cross = self.encoder_attn.heads(target, source, False, rng, site + 2)
+        own = self.self_attn.arguments(target, target, causal, rng, site)
+        cross = self.encoder_attn.arguments(target, source, False, rng, site + 2)
         norms = self.self_attn_layer_norm, self.encoder_attn_layer_norm
         return [
             self.self_attn.sublayer(own, norms[0], self.output_dropout(rng, site + 1)),
@@ -81,6 +72,22 @@ def memory_weight(layers: Iterable[DecoderLayer]) -> Weight:
     return Weight.of(*_memory(layers))
 
 
+def _products(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[nn.Linear]]:
+    """For each matrix product of these layers what it reads as one, in the order of rows.
+
+    layers: as in ``fused_groups``.
+    """
+    stack = list(layers)
+    products: list[list[nn.Linear]] = []
+    for layer in stack:
+        own = layer.self_attn
+        products += [[own.q_proj, own.k_proj, own.v_proj], [own.out_proj], [layer.fc1], [layer.fc2]]
+        if isinstance(layer, DecoderLayer):
+            products += [[layer.encoder_attn.q_proj], [layer.encoder_attn.out_proj]]
+    memory = _memory(layer for layer in stack if isinstance(layer, DecoderLayer))
+    return [*products, memory] if memory else products
+
+
 def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Tensor]]:
     """Lists the parameters that one GEMM reads together, for ``parameters.flatten_parameters``.
 
@@ -93,14 +100,10 @@ def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Ten
     Returns:
         Weights and biases of each self-attention, and those that read the encoder's output.
     """
-    stack = list(layers)
     groups: list[list[Tensor]] = []
-    for layer in stack:
-        parts = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-        groups += [[part.weight for part in parts], [part.bias for part in parts]]
-    memory = _memory(layer for layer in stack if isinstance(layer, DecoderLayer))
-    if memory:
-        groups += [[p.weight for p in memory], [p.bias for p in memory]]
+    for product in _products(layers):
+        if len(product) > 1:
+            groups += [[part.weight for part in product], [part.bias for part in product]]
     return groups
 
 
@@ -109,62 +112,40 @@ def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[
 
     layers: as in ``fused_groups``.
     """
-    stack = list(layers)
-    products: list[list[Tensor]] = []
-    for layer in stack:
-        own = layer.self_attn
-        products += [[own.q_proj.weight, own.k_proj.weight, own.v_proj.weight]]
-        linears = [own.out_proj, layer.fc1, layer.fc2]
-        if isinstance(layer, DecoderLayer):
-            linears += [layer.encoder_attn.q_proj, layer.encoder_attn.out_proj]
-        products += [[linear.weight] for linear in linears]
-    memory = _memory(layer for layer in stack if isinstance(layer, DecoderLayer))
-    return [*products, *([[p.weight for p in memory]] if memory else [])]
+    return [[linear.weight for linear in product] for product in _products(layers)]
 
 
 def run_decoder(
-    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
-    encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor, causal: bool = True,
-    checkpoint_activations: bool = False,
+    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor | Input,
+    encoder_out: Tensor | Input, target: Segments, source: Segments, rng: Tensor,
+    causal: bool = True, checkpoint_activations: bool = False,
+    attention: list[Tensor] | None = None, attention_of: int = -1,
 ) -> Tensor:  # fmt: skip
     """Run a stack on x [T, C] with cross attention to encoder_out [T_src, C_enc]; returns [T, C].
 
+    x, encoder_out: tensors, or an ``Input`` each, see ``run_encoder``.
     causal: a target token attends only to itself and to earlier target tokens.
     checkpoint_activations: see ``run_encoder``.
-    """
-    x_and_source = Input(x), Input(encoder_out)
-    return decode(
-        layers, last_norm, *x_and_source, target, source, rng, causal, checkpoint_activations
-    )[0]
-
-
-def decode(
-    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Input,
-    encoder_out: Input, target: Segments, source: Segments, rng: Tensor, causal: bool = True,
-    checkpoint_activations: bool = False, attention_of: int | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As ``run_decoder``; also returns the cross-attention weights of the layer ``attention_of``.
-
-    The weights are ``MultiheadAttention.cross_weights``, [H, B, L, S]; None if ``attention_of`` is
-    None.
+    attention: a list to which the cross-attention weights [H, B, L, S] of the layer
+        ``attention_of`` are appended, before dropout.
     """
     stack = list(layers)
+    inputs = Input.of(x), Input.of(encoder_out)
     if not stack:
-        return (x if last_norm is None else apply(Norm(Affine.of(last_norm), rng), x)[0]).x, None
+        return run_encoder([], last_norm, inputs[0].x, target, rng)
     memory = memory_weight(stack)
     sublayers = [
         layer.sublayers(target, source, rng, causal, memory, place)
         for place, layer in enumerate(stack)
     ]
-    watched = None if attention_of is None else stack[attention_of].encoder_attn
-    result, *seen = apply(
+    result, *asked = apply(
         Stack(
-            sublayers, last_norm, is_pre_norm=stack[0].normalize_before,
+            sublayers, last_norm, rng, is_pre_norm=stack[0].normalize_before,
             recomputes=checkpoint_activations, memory=memory,
-            watched=None if attention_of is None else sublayers[attention_of][1],
-        ), x, encoder_out,
+            watched=None if attention is None else sublayers[attention_of][1],
+        ), *inputs,
     )  # fmt: skip
-    if watched is None:
-        return result.x, None
-    queries_of, keys_of = seen
-    return result.x, watched.cross_weights(queries_of.x, keys_of.x, target, source)
+    if attention is not None:
+        block, (queries_of, keys_of) = stack[attention_of].encoder_attn, asked
+        attention.append(block.cross_weights(queries_of.x, keys_of.x, target, source))
+    return result.x

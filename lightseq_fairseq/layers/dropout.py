@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.node import Input, Pair, apply
+from lightseq_fairseq.memory import passes
 from lightseq_fairseq.memory.gradients import Gradients
 from lightseq_fairseq.ops import Dropout
 
@@ -50,28 +51,38 @@ def numbered_passes(seed: int) -> Iterator[None]:
         _numbered = before
 
 
-class _Dropout(Pair):
-    def __init__(self, dropout: Dropout) -> None:
-        self.dropout = dropout
+class _BiasActivationDropout(Pair):
+    """dropout(activation(x + bias))."""
 
-    @property
-    def others(self) -> tuple[Tensor]:
-        return (self.dropout.rng,)
+    def __init__(self, bias: Tensor | None, activation: str, dropout: Dropout) -> None:
+        self.bias, self.activation, self.dropout = bias, activation, dropout
+        self.parameters = () if bias is None else (bias,)
+        self.others = (dropout.rng,)
 
     def forward(self, x: Input) -> tuple[list[Input], list[Any]]:
-        y = ops.bias_activation_dropout_fwd(x.x, None, "identity", self.dropout)
+        passes.current().wait_for(self.parameters)
+        y = ops.bias_activation_dropout_fwd(x.x, self.bias, self.activation, self.dropout)
         return [Input(y)], [x.x]
 
     def backward(
         self, kept: list[Any], to: Gradients, needed: Sequence[bool], dy: Tensor
     ) -> list[Tensor | None]:
-        return [
-            ops.bias_activation_dropout_bwd(
-                dy.contiguous(), kept.pop(), None, "identity", self.dropout, None, False
-            )
-        ]
+        with to.of(*([bias] for bias in self.parameters)) as (written, accumulate):
+            dbias = written[0] if written else None
+            dx = ops.bias_activation_dropout_bwd(
+                dy.contiguous(), kept.pop(), self.bias, self.activation, self.dropout, dbias,
+                accumulate,
+            )  # fmt: skip
+        return [dx]
+
+
+def activated(x: Tensor, bias: Tensor, activation: str, rng: Tensor) -> Tensor:
+    """activation(x + bias), differentiable; the value of rng is not used."""
+    pair = _BiasActivationDropout(bias, activation, Dropout(0.0, rng, 0))
+    return apply(pair, Input(x))[0].x
 
 
 def dropout(x: Tensor, p: float, rng: Tensor, site: int) -> Tensor:
     """Dropout of x [T, C] at the rate ``p``, differentiable; rng and site: see ``ops.philox``."""
-    return x if p == 0.0 else apply(_Dropout(Dropout(p, rng, site)), Input(x))[0].x
+    pair = _BiasActivationDropout(None, "identity", Dropout(p, rng, site))
+    return x if p == 0.0 else apply(pair, Input(x))[0].x

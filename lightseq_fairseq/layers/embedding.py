@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.dropout import dropout
 from lightseq_fairseq.layers.node import Input, Pair, apply
-from lightseq_fairseq.layers.residual_norm import Affine, layer_norm
+from lightseq_fairseq.layers.residual_norm import Affine
 from lightseq_fairseq.layers.sites import first_site
+from lightseq_fairseq.layers.stack import layer_norm
 from lightseq_fairseq.memory import passes
 from lightseq_fairseq.memory.gradients import Gradients
 from lightseq_fairseq.memory.packing import Segments
 from lightseq_fairseq.ops import Cast, Dropout
 
 
-@dataclass(frozen=True)
+@dataclass
 class _LookUp(Pair):
     """The arguments of `embed` without ``project``; see `node.Pair`."""
 
@@ -38,14 +39,11 @@ class _LookUp(Pair):
     norm: Affine | None = None
     cast: Cast | None = None
 
-    @property
-    def parameters(self) -> list[Tensor]:
+    def __post_init__(self) -> None:
         tables = [x for x in (self.weight, self.position_weight) if x is not None]
-        return tables if self.norm is None else [*tables, *self.norm[:2]]
-
-    @property
-    def others(self) -> list[Tensor]:
-        return [x for x in (self.tokens, self.positions, self.dropout.rng) if x is not None]
+        self.parameters = [*tables, *(() if self.norm is None else self.norm[:2])]
+        ids = self.tokens, self.positions, self.dropout.rng
+        self.others = [x for x in ids if x is not None]
 
     def forward(self) -> tuple[list[Input], list[Any]]:
         passes.current().wait_for(self.parameters)

@@ -6,7 +6,7 @@ Shapes: T = packed tokens, C = model width, F = feed-forward width, H = heads.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +14,37 @@ from torch import Tensor, nn
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.feed_forward import FeedForward
 from lightseq_fairseq.layers.node import Input, apply
-from lightseq_fairseq.layers.residual_norm import Affine, Norm
 from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.layers.stack import Stack, Sublayer
 from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory.packing import Segments
 from lightseq_fairseq.ops import Cast, Dropout
 
+TensorOrInput = TypeVar("TensorOrInput", Tensor, Input)
+
 
 class TransformerLayer(nn.Module):
-    """Common base of encoder and decoder layers: feed-forward, dropout rates."""
+    """Common base of encoder and decoder layers.
 
-    self_attn: MultiheadAttention
-    self_attn_layer_norm: nn.LayerNorm
-    fc1: nn.Linear
-    fc2: nn.Linear
-    final_layer_norm: nn.LayerNorm
+    encoder_dim: width of what cross attention reads; None if there is none.
+    """
 
     def __init__(
-        self, *, dropout: float, activation_dropout: float, activation: str,
+        self, embed_dim: int, ffn_dim: int, num_heads: int, encoder_dim: int | None, *,
+        dropout: float, attention_dropout: float, activation_dropout: float, activation: str,
         normalize_before: bool, site: int | None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.self_attn = MultiheadAttention(embed_dim, num_heads, dropout=attention_dropout)
+        self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
+        if encoder_dim is not None:
+            self.encoder_attn = MultiheadAttention(
+                embed_dim, num_heads, encoder_dim, attention_dropout
+            )
+            self.encoder_attn_layer_norm = nn.LayerNorm(embed_dim)
+        self.fc1 = nn.Linear(embed_dim, ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, embed_dim)
+        self.final_layer_norm = nn.LayerNorm(embed_dim)
         self.dropout, self.activation_dropout = dropout, activation_dropout
         self.activation, self.normalize_before, self.site = activation, normalize_before, site
 
@@ -87,21 +96,17 @@ class EncoderLayer(TransformerLayer):
         activation: str = "relu", normalize_before: bool = False, site: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            dropout=dropout, activation_dropout=activation_dropout, activation=activation,
-            normalize_before=normalize_before, site=site,
+            embed_dim, ffn_dim, num_heads, None, dropout=dropout,
+            attention_dropout=attention_dropout, activation_dropout=activation_dropout,
+            activation=activation, normalize_before=normalize_before, site=site,
         )  # fmt: skip
-        self.self_attn = MultiheadAttention(embed_dim, num_heads, dropout=attention_dropout)
-        self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
-        self.fc1 = nn.Linear(embed_dim, ffn_dim)
-        self.fc2 = nn.Linear(ffn_dim, embed_dim)
-        self.final_layer_norm = nn.LayerNorm(embed_dim)
 
     def sublayers(self, segments: Segments, rng: Tensor, causal: bool) -> list[Sublayer]:
         site = self.first_site(rng)
-        heads = self.self_attn.heads(segments, segments, causal, rng, site)
+        arguments = self.self_attn.arguments(segments, segments, causal, rng, site)
         dropout = self.output_dropout(rng, site + 1)
         return [
-            self.self_attn.sublayer(heads, self.self_attn_layer_norm, dropout),
+            self.self_attn.sublayer(arguments, self.self_attn_layer_norm, dropout),
             self.feed_forward(rng, site + 2),
         ]
 
@@ -132,43 +137,30 @@ def first_cast(layers: Iterable[TransformerLayer]) -> Cast | None:
 
 
 def run_encoder(
-    layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Tensor,
+    layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: TensorOrInput,
     segments: Segments, rng: Tensor, causal: bool = False, checkpoint_activations: bool = False,
-    states: list[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+    states: list[Tensor] | None = None, cast: Cast | None = None,
+) -> TensorOrInput:  # fmt: skip
     """Run a stack on x [T, C]; returns [T, C].
 
     In pre-norm stacks, each LayerNorm is fused into the op before it.
 
+    x: a tensor, or an ``Input``, which may have its cast to fp8; the result is of the same kind.
     causal: a token attends only to itself and to earlier tokens.
     checkpoint_activations: save only the input of each layer for backward, which runs the layers
         again, one at a time. This saves memory, takes time, and gives the same bits. Until backward
         is done, do not change the layers' parameters.
     states: a list to which x and the residual stream after each layer are appended.
+    cast: of the product that reads the result, if that is an ``Input``.
     """
-    return encode(
-        layers, last_norm, Input(x), segments, rng, causal, checkpoint_activations, states
-    ).x
-
-
-def encode(
-    layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: Input,
-    segments: Segments, rng: Tensor, causal: bool = False, checkpoint_activations: bool = False,
-    states: list[Tensor] | None = None, cast: Cast | None = None,
-) -> Input:  # fmt: skip
-    """As ``run_encoder``. cast: of the product that reads the result."""
-    stack = list(layers)
-    if states is not None:
-        states.append(x.x)
-    if not stack:
-        return x if last_norm is None else apply(Norm(Affine.of(last_norm), rng, cast), x)[0]
+    stack, given = list(layers), Input.of(x)
     result, *behind = apply(
         Stack(
-            [layer.sublayers(segments, rng, causal) for layer in stack], last_norm,
-            is_pre_norm=stack[0].normalize_before, recomputes=checkpoint_activations,
+            [layer.sublayers(segments, rng, causal) for layer in stack], last_norm, rng,
+            is_pre_norm=not stack or stack[0].normalize_before, recomputes=checkpoint_activations,
             cast=cast, states=states is not None,
-        ), x,
+        ), given,
     )  # fmt: skip
     if states is not None:
-        states += [state.x for state in behind]
-    return result
+        states += [given.x, *(state.x for state in behind)]
+    return result.x if isinstance(x, Tensor) else result

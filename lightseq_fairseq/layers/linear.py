@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.layers.node import Input, Pair, apply
 from lightseq_fairseq.layers.weight import Weight
+from lightseq_fairseq.memory import passes
 from lightseq_fairseq.memory.gradients import Gradients
 from lightseq_fairseq.memory.parameters import with_spare_rows
 
@@ -20,14 +21,10 @@ class _Linear(Pair):
     """One product as a node."""
 
     def __init__(self, weight: Weight) -> None:
-        self.weight = weight
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return self.weight.parameters
+        self.weight, self.parameters = weight, weight.parameters
 
     def forward(self, x: Input) -> tuple[list[Input], list[Any]]:
-        self.weight.wait()
+        passes.current().wait_for(self.parameters)
         y, kept = self.weight.multiply(x)
         return [Input(y)], [kept]
 

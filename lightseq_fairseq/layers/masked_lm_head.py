@@ -5,47 +5,11 @@ Shapes: T = rows (masked tokens), C = model width, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor, nn
 
-from lightseq_fairseq import ops
-from lightseq_fairseq.layers.linear import vocabulary_logits
-from lightseq_fairseq.layers.node import Input, Pair, apply
-from lightseq_fairseq.layers.residual_norm import layer_norm
-from lightseq_fairseq.layers.weight import Weight
-from lightseq_fairseq.memory.gradients import Gradients
-from lightseq_fairseq.ops import Dropout
-
-
-class _Dense(Pair):
-    """activation(x weight^T + bias)."""
-
-    def __init__(self, dense: nn.Linear, activation: str, rng: Tensor) -> None:
-        self.weight, self.bias, self.activation = Weight.of(dense), dense.bias, activation
-        self.dropout = Dropout(0.0, rng, 0)
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return self.weight.parameters
-
-    def forward(self, x: Input) -> tuple[list[Input], list[Any]]:
-        self.weight.wait()
-        h = ops.linear_fwd(x.x, self.weight.matrix, None)
-        y = ops.bias_activation_dropout_fwd(h, self.bias, self.activation, self.dropout)
-        return [Input(y)], [x.x, h]
-
-    def backward(
-        self, kept: list[Any], to: Gradients, needed: Sequence[bool], dy: Tensor
-    ) -> list[Tensor | None]:
-        h, x = kept.pop(), kept.pop()
-        with to.of(*([p] for p in self.parameters)) as ((dweight, dbias), accumulate):
-            dh = ops.bias_activation_dropout_bwd(
-                dy.contiguous(), h, self.bias, self.activation, self.dropout, dbias, accumulate
-            )
-            dx = ops.linear_bwd(dh, x, self.weight.matrix, dweight, None, accumulate, needed[0])
-        return [dx if needed[0] else None]
+from lightseq_fairseq.layers.dropout import activated
+from lightseq_fairseq.layers.linear import linear, vocabulary_logits
+from lightseq_fairseq.layers.stack import layer_norm
 
 
 def masked_lm_logits(
@@ -61,5 +25,5 @@ def masked_lm_logits(
 
     Source: Devlin et al. 2019; ``fairseq.models.roberta.RobertaLMHead``.
     """
-    x = apply(_Dense(dense, activation, rng), Input(x))[0].x
+    x = activated(linear(x, dense.weight), dense.bias, activation, rng)
     return vocabulary_logits(layer_norm(x, norm, rng), weight, bias)

@@ -31,6 +31,10 @@ class Input(NamedTuple):
     transpose: Tensor | None = None
     cast: Cast | None = None
 
+    @classmethod
+    def of(cls, x: Tensor | Input) -> Input:
+        return cls(x) if isinstance(x, Tensor) else x
+
     @property
     def has_transpose(self) -> bool:
         return self.transpose is not None and self.transpose.numel() > 0
@@ -43,20 +47,17 @@ class Pair:
     needs. ``backward(kept, to, needed, *gradients)`` returns the gradients of the inputs for those
     of the results, and writes those of the parameters ``to`` a `Gradients`. ``kept`` is that list,
     from which it removes what it has used; ``needed`` says for each input whether its gradient is.
+
+    Attributes:
+        parameters: what it reads and differentiates besides the inputs.
+        others: tensors that must not change between forward and backward, such as the rng.
     """
+
+    parameters: Sequence[Tensor] = ()
+    others: Sequence[Tensor] = ()
 
     forward: Callable[..., tuple[list[Input], list[Any]]]
     backward: Callable[..., Sequence[Tensor | None]]
-
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        """What it reads and differentiates besides the inputs."""
-        return ()
-
-    @property
-    def others(self) -> Sequence[Tensor]:
-        """Tensors that must not change between forward and backward, such as the rng."""
-        return ()
 
 
 def apply(pair: Pair, *inputs: Input) -> list[Input]:

@@ -10,14 +10,14 @@ Shapes: T = packed tokens, T_src = packed source tokens, C = model width, M = co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.layers.node import Input, Pair
-from lightseq_fairseq.layers.residual_norm import Affine, Norm, ResidualNorm
+from lightseq_fairseq.layers.node import Input, Pair, apply
+from lightseq_fairseq.layers.residual_norm import Affine, ResidualNorm
 from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory import passes
 from lightseq_fairseq.memory.gradients import Gradients
@@ -61,70 +61,70 @@ class Sublayer:
 class Stack(Pair):
     """A stack that runs once; see `node.Pair`.
 
-    The inputs are x [T, C] and, with cross attention, the encoder's output. The results are that of
-    the stack; with ``states`` the residual stream behind each layer; and with ``watched`` the x and
-    the memory that this sublayer reads.
+    The inputs are x [T, C] and, with ``memory``, the encoder's output. The results are that of the
+    stack, and what was asked for, in the order in which it is computed: with ``states`` the
+    residual stream behind each layer, with ``watched`` the x and the memory that it reads.
 
     Args:
-        layers: the sublayers of each layer; at least one layer.
+        layers: the sublayers of each layer.
         last_norm: the LayerNorm at the end of a pre-norm stack.
+        rng: of all dropouts.
         is_pre_norm: pre-LayerNorm (tensor2tensor), not post-LayerNorm (Vaswani et al. 2017).
         recomputes: save only the input of each layer for backward, which runs the layers again.
         memory: the product by which all cross attentions read the encoder's output.
         cast: of the product that reads the stack's result.
+        watched: a sublayer with cross attention.
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[Sublayer]], last_norm: nn.LayerNorm | None, *,
-        is_pre_norm: bool, recomputes: bool = False, memory: Weight | None = None,
+        self, layers: Sequence[Sequence[Sublayer]], last_norm: nn.LayerNorm | None, rng: Tensor, *,
+        is_pre_norm: bool = True, recomputes: bool = False, memory: Weight | None = None,
         cast: Cast | None = None, states: bool = False, watched: Sublayer | None = None,
     ) -> None:  # fmt: skip
         self.is_pre_norm, self.recomputes, self.memory = is_pre_norm, recomputes, memory
-        self.states, self.watched = states, watched
+        self.states, self.watched, self.others = states, watched, (rng,)
         self.trains = torch.is_grad_enabled()  # false within the node
         sublayers = [sublayer for layer in layers for sublayer in layer]
-        self.rng = sublayers[0].dropout.rng  # of all dropouts
         # The scalars for which each sublayer's x is cast, and the stack's result.
-        casts = [None if s is watched else s.first.input_cast for s in sublayers]
-        norms = [Affine.of(s.norm) for s in sublayers]
+        casts = [*(None if s is watched else s.first.input_cast for s in sublayers), cast]
+        norms: list[Affine | None] = [Affine.of(sublayer.norm) for sublayer in sublayers]
         self.start = None
         if is_pre_norm:
-            self.start = Norm(norms[0], self.rng, casts[0], keeps_y=casts[0] is None)
-        last = None if last_norm is None else Affine.of(last_norm)
+            # Each sublayer ends with the LayerNorm of the next one.
+            first, *norms = [*norms, None if last_norm is None else Affine.of(last_norm)]
+            if first is not None:
+                keeps_y = casts[0] is None or not sublayers
+                self.start = ResidualNorm(
+                    norm=first, dropout=Dropout(0.0, rng, 0), cast=casts[0], keeps_y=keeps_y
+                )
+        self.ends_with_residual = bool(sublayers) and norms[-1] is None
         ends = [
-            ResidualNorm(s.bias, norm, is_pre_norm, s.dropout, to, not is_pre_norm or to is None)
-            for s, norm, to in zip(
-                sublayers, [*norms[1:], last] if is_pre_norm else norms, [*casts[1:], cast],
-                strict=True,
+            ResidualNorm(
+                norm=norm, dropout=sublayer.dropout, bias=sublayer.bias, is_pre_norm=is_pre_norm,
+                cast=None if norm is None else to,
+                # Other nodes pass the stack's result on, also if a product reads only its cast.
+                keeps_y=not is_pre_norm or to is None or sublayer is sublayers[-1],
             )
+            for sublayer, norm, to in zip(sublayers, norms, casts[1:], strict=True)
         ]  # fmt: skip
-        # Other nodes pass the result on, also if a product reads only its cast.
-        ends[-1] = replace(ends[-1], keeps_y=True)
         pairs = iter(zip(sublayers, ends, strict=True))
         self.layers = [[next(pairs) for _ in layer] for layer in layers]
-
-    @property
-    def others(self) -> tuple[Tensor]:
-        return (self.rng,)
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        owners = [part for layer in self.layers for pair in layer for part in pair]
-        before = [part for part in (self.memory, self.start) if part is not None]
-        return [p for part in (*before, *owners) for p in part.parameters]
+        parts = [part for layer in self.layers for pair in layer for part in pair]
+        before = [part for part in (memory, self.start) if part is not None]
+        self.parameters = [p for part in (*before, *parts) for p in part.parameters]
 
     def forward(self, x: Input, *source: Input) -> tuple[list[Input], list[Any]]:
         memory = of_source = of_start = None
-        states: list[Input] = []
-        watched: list[Input] = []
+        asked: list[Input] = []
         needed = self.trains and any(i.x.requires_grad for i in (x, *source))
         if self.memory is not None:
-            self.memory.wait()
+            passes.current().wait_for(self.memory.parameters)
             memory, of_source = self.memory.multiply(*source)
             needed |= self.trains and _is_trained(self.memory)
         residual = x.x
         if self.start is not None:
-            x, of_start = self.start.normalise(residual)
+            passes.current().wait_for(self.start.parameters)
+            x, residual, of_start = self.start.forward(residual, None)
             needed |= self.trains and _is_trained(self.start)
         kept = [(memory, of_source), of_start if needed else None]
         for layer in self.layers:
@@ -132,13 +132,13 @@ class Stack(Pair):
             needed |= self.trains and any(_is_trained(part) for pair in layer for part in pair)
             saved: list[Any] | None = [] if needed and not self.recomputes else None
             kept.append((x, residual) if needed and self.recomputes else saved)
-            x, residual = self._run(layer, x, residual, memory, saved, watched)
-            states += [Input(residual)] if self.states else []
-        return [x, *states, *watched], kept
+            x, residual = self._run(layer, x, residual, memory, saved, asked)
+            asked += [Input(residual)] if self.states else []
+        return [x, *asked], kept
 
     def _run(
         self, layer: _Layer, x: Input, residual: Tensor, memory: Tensor | None,
-        saved: list[Any] | None, watched: list[Input],
+        saved: list[Any] | None, asked: list[Input],
     ) -> tuple[Input, Tensor]:  # fmt: skip
         """A layer's result, and the residual of the next one.
 
@@ -148,10 +148,11 @@ class Stack(Pair):
             passes.current().wait_for((*sublayer.parameters, *end.parameters))
             columns = _columns(memory, sublayer)
             if sublayer is self.watched and columns is not None:
-                watched += [Input(x.x), Input(columns)]
+                asked += [Input(x.x), Input(columns)]
             x, residual = self._run_one(sublayer, end, x, residual, columns, saved)
         return x, residual
 
+    # Not a part of the loop: what is not saved is freed before the next sublayer runs.
     def _run_one(
         self, sublayer: Sublayer, end: ResidualNorm, x: Input, residual: Tensor,
         columns: Tensor | None, saved: list[Any] | None,
@@ -165,11 +166,9 @@ class Stack(Pair):
     def backward(
         self, kept: list[Any], to: Gradients, needed: Sequence[bool], *gradients: Tensor | None
     ) -> list[Tensor | None]:
-        dy, *others = (None if g is None else g.contiguous() for g in gradients)
-        dstates = others[: len(self.layers)] if self.states else [None] * len(self.layers)
-        dwatched = others[-2:] if self.watched is not None else [None, None]
+        dy, *asked = (None if g is None else g.contiguous() for g in gradients)
         dresidual = dmemory = None
-        if self.layers[-1][-1][1].norm is None:  # the result is the residual
+        if self.ends_with_residual:
             dy, dresidual = None, dy
         memory, of_source = kept[0]
         for layer in reversed(self.layers):
@@ -177,10 +176,10 @@ class Stack(Pair):
             if saved is None:
                 dy = dresidual = None
                 break
-            if self.is_pre_norm:
-                dresidual = _sum(dresidual, dstates.pop())
-            else:
-                dy = _sum(dy, dstates.pop())
+            if self.states and self.is_pre_norm:
+                dresidual = _sum(dresidual, asked.pop())
+            elif self.states:
+                dy = _sum(dy, asked.pop())
             if self.recomputes:
                 (x, residual), saved = saved, []
                 self._run(layer, x, residual, memory, saved, [])
@@ -197,13 +196,14 @@ class Stack(Pair):
                     sublayer, end, dy, dresidual, saved.pop(), to, dcolumns
                 )
                 if sublayer is self.watched:
-                    dy = _sum(dy, dwatched[0])
-                    if dcolumns is not None and dwatched[1] is not None:
-                        dcolumns += dwatched[1]
+                    dwatched = asked.pop()
+                    if dcolumns is not None and dwatched is not None:
+                        dcolumns += dwatched
+                    dy = _sum(dy, asked.pop())
         else:
             of_start = kept.pop()
             if self.start is not None and dy is not None and of_start is not None:
-                dy = self.start.gradient(dy, dresidual, of_start, to)
+                _, dy = self.start.backward(dy, dresidual, of_start, to)
         if self.memory is None:
             return [dy]
         dsource = None
@@ -231,7 +231,7 @@ class Stack(Pair):
 _Layer = Sequence[tuple[Sublayer, ResidualNorm]]
 
 
-def _is_trained(part: Sublayer | ResidualNorm | Norm | Weight) -> bool:
+def _is_trained(part: Sublayer | ResidualNorm | Weight) -> bool:
     return any(parameter.requires_grad for parameter in part.parameters)
 
 
@@ -241,3 +241,8 @@ def _columns(memory: Tensor | None, sublayer: Sublayer) -> Tensor | None:
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
+
+
+def layer_norm(x: Tensor, norm: nn.LayerNorm, rng: Tensor) -> Tensor:
+    """The LayerNorm of x [T, C], differentiable. rng: its value is not used."""
+    return apply(Stack([], norm, rng), Input(x))[0].x

@@ -62,10 +62,6 @@ class Weight:
     def bias(self) -> Tensor | None:
         return read_as_one(self._groups[1], self._spared) if len(self._groups) > 1 else None
 
-    def wait(self) -> None:
-        """Wait until all ranks have sent what the product reads."""
-        passes.current().wait_for(read_as_one(group, self._spared) for group in self._groups)
-
     def multiply(self, x: Input) -> tuple[Tensor, Tensor]:
         """x weight^T + bias [T, N], and what backward needs of x [T, K]."""
         operand, kept = self.operand(x)

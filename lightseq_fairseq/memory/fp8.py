@@ -88,8 +88,8 @@ class NoFp8:
         """Compute scales from the last pass alone. Call it ``passes_due`` times, each time after a
         forward and backward pass without an update, whose amaxes are those of all ranks."""
 
-    def report(self, cast: Tensor, saturated: Tensor) -> None:
-        """Write how many numbers were cast since `update`, and how many of them saturated."""
+    def report(self, counts: Tensor) -> None:
+        """Write how many numbers were cast since `update`, and how many of them saturated, [2]."""
 
     def update(self, skipped: Tensor) -> None:
         """Compute the scales of the next update; afterwards cast the weights.
@@ -197,9 +197,9 @@ class Fp8State(NoFp8):
         self.cast_weights()
         self.passes_due -= 1
 
-    def report(self, cast: Tensor, saturated: Tensor) -> None:
-        cast.copy_(self.cast)
-        saturated.copy_(self.saturated.sum())
+    def report(self, counts: Tensor) -> None:
+        counts[0].copy_(self.cast)
+        counts[1].copy_(self.saturated.sum())
 
     def update(self, skipped: Tensor) -> None:
         self._scales(False, skipped)

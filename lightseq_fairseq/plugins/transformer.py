@@ -29,9 +29,9 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.generation.decoder import AttentionRequest, StepDecoder
 from lightseq_fairseq.generation.incremental import Incremental
 from lightseq_fairseq.layers import linear, sinusoidal_positions, vocabulary_logits
-from lightseq_fairseq.layers.decoder import DecoderLayer, decode, memory_weight
+from lightseq_fairseq.layers.decoder import DecoderLayer, memory_weight, run_decoder
 from lightseq_fairseq.layers.embedding import embed_and_cast
-from lightseq_fairseq.layers.encoder import EncoderLayer, encode, first_cast
+from lightseq_fairseq.layers.encoder import EncoderLayer, first_cast, run_encoder
 from lightseq_fairseq.layers.node import Input
 from lightseq_fairseq.memory.packing import Packed, Segments
 from lightseq_fairseq.ops import Cast
@@ -167,9 +167,9 @@ class LSTransformerEncoder(_Side, TransformerEncoderBase):
         self, tokens: Tensor, segments: Segments, rng: Tensor, states: list[Tensor] | None = None,
         cast: Cast | None = None,
     ) -> Input:  # fmt: skip
-        """As ``features``, for the product that ``cast`` is of; states, cast: see ``encode``."""
+        """As ``features``; states, cast: see ``run_encoder``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 0)
-        return encode(
+        return run_encoder(
             self.layers, self.layer_norm, x, segments, rng,
             checkpoint_activations=self.cfg.checkpoint_activations, states=states, cast=cast,
         )  # fmt: skip
@@ -247,25 +247,24 @@ class LSTransformerDecoder(_Side, TransformerDecoderBase):
         """
         segments = Segments.from_mask(prev_output_tokens.ne(self.padding_idx))
         tokens = segments.pack(prev_output_tokens)
-        read = None if memory is None else Input(memory)
-        x, weights = self.features(tokens, segments, read, source, rng, causal, attention_of)
+        x, weights = self.features(tokens, segments, memory, source, rng, causal, attention_of)
         return x, segments, weights
 
     def features(
-        self, tokens: Tensor, segments: Segments, memory: Input | None, source: Segments | None,
-        rng: Tensor, causal: bool = True, attention_of: int | None = None,
+        self, tokens: Tensor, segments: Segments, memory: Tensor | Input | None,
+        source: Segments | None, rng: Tensor, causal: bool = True, attention_of: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """tokens [T] of packed sentences, memory [T_src, C] -> [T, C], weights as in ``packed``."""
         x = self.embed_packed(tokens, segments.positions, segments.max_len, rng, 1)
-        weights, recompute = None, self.cfg.checkpoint_activations
+        stack, recompute = (self.layers, self.layer_norm), self.cfg.checkpoint_activations
         if memory is None or source is None:
-            y = encode(self.layers, self.layer_norm, x, segments, rng, causal, recompute).x
-        else:
-            y, weights = decode(
-                self.layers, self.layer_norm, x, memory, segments, source, rng, causal, recompute,
-                attention_of,
-            )  # fmt: skip
-        return self.project_out(y), weights
+            y = run_encoder(*stack, x, segments, rng, causal, recompute).x
+            return self.project_out(y), None
+        weights: list[Tensor] | None = None if attention_of is None else []
+        y = run_decoder(
+            *stack, x, memory, segments, source, rng, causal, recompute, weights, attention_of or 0
+        )
+        return self.project_out(y), weights[0] if weights else None
 
     def project_out(self, x: Tensor) -> Tensor:
         """Project features of the stack [T, C] to the width of the output embedding."""

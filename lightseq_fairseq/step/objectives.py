@@ -47,7 +47,7 @@ class ClassifyingModel(Protocol):
         ...
 
 
-class Objective(Protocol):
+class Objective:
     """What the captured step needs from a criterion."""
 
     def losses(
@@ -60,11 +60,11 @@ class Objective(Protocol):
         Args:
             scale: [], the factor by which the step multiplies the gradient of the losses.
         """
-        ...
+        raise NotImplementedError
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
         """The divisor of the gradient of all ``batches``."""
-        ...
+        raise NotImplementedError
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
         """Name -> value, as the criterion's ``reduce_metrics`` reads them.
@@ -72,17 +72,17 @@ class Objective(Protocol):
         Args:
             sums: the sums of the tensors that ``losses`` returns for the log.
         """
-        ...
+        return {"loss": sums[0]}
 
     def unused(self, model: Any) -> Iterable[Tensor]:
         """The parameters of ``model`` on which the losses never depend, such as the language
         model's head in fine-tuning. As in fairseq, with --fp16 or --bf16 weight decay still
         changes them; in fp32 they do not change."""
-        ...
+        return ()
 
 
 @dataclass(frozen=True)
-class LabelSmoothing:
+class LabelSmoothing(Objective):
     """Label-smoothed cross entropy over the labels of the stream "target".
 
     Source: ``fairseq.criterions.label_smoothed_cross_entropy``.
@@ -103,7 +103,6 @@ class LabelSmoothing:
     def losses(
         self, model: PackedModel, batch: Packed, rng: Tensor, scale: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """See ``Objective``."""
         target = batch["target"]
         labels = target["labels"]
         if self.ignored_prefix > 0:
@@ -119,17 +118,11 @@ class LabelSmoothing:
         return losses, counted
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
-        """See ``Objective``."""
         return sum(batch.nsentences if self.by_sentence else batch.ntokens for batch in batches)
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
-        """See ``Objective``."""
         names = ("loss", "nll_loss") + ("n_correct", "total") * self.accuracy
         return dict(zip(names, sums, strict=False))
-
-    def unused(self, model: Any) -> Iterable[Tensor]:
-        """See ``Objective``."""
-        return ()
 
 
 class CrossEntropy(LabelSmoothing):
@@ -142,12 +135,11 @@ class CrossEntropy(LabelSmoothing):
         super().__init__(0.0, padding_idx, False, 0, by_sentence)
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
-        """See ``Objective``."""
         return {"loss": sums[0]}
 
 
 @dataclass(frozen=True)
-class MaskedTokens:
+class MaskedTokens(Objective):
     """Cross entropy over the labels of the stream "masked", which are the tokens before masking.
 
     Source: ``fairseq.criterions.masked_lm``.
@@ -161,7 +153,6 @@ class MaskedTokens:
     def losses(
         self, model: PackedModel, batch: Packed, rng: Tensor, scale: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """See ``Objective``."""
         logits = model.packed_logits(batch, rng)
         labels = batch["masked"]["labels"]
         losses, _, _ = label_smoothed_cross_entropy(
@@ -170,21 +161,14 @@ class MaskedTokens:
         return losses, [losses.detach()]
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
-        """See ``Objective``."""
         return sum(batch.count("masked") for batch in batches)
 
-    def logged(self, sums: Sequence[float]) -> dict[str, float]:
-        """See ``Objective``."""
-        return {"loss": sums[0]}
-
     def unused(self, model: Any) -> Iterable[Tensor]:
-        """See ``Objective``."""
-        unused: Iterable[Tensor] = model.unused_by(None)
-        return unused
+        return model.unused_by(None)
 
 
 @dataclass(frozen=True)
-class _OfSentences:
+class _OfSentences(Objective):
     """What the objectives of whole sentences share.
 
     Attributes:
@@ -194,13 +178,10 @@ class _OfSentences:
     head: str
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
-        """See ``Objective``."""
         return sum(batch.count("target") for batch in batches)
 
     def unused(self, model: Any) -> Iterable[Tensor]:
-        """See ``Objective``."""
-        unused: Iterable[Tensor] = model.unused_by(self.head)
-        return unused
+        return model.unused_by(self.head)
 
 
 class SentenceClasses(_OfSentences):
@@ -212,7 +193,6 @@ class SentenceClasses(_OfSentences):
     def losses(
         self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """See ``Objective``."""
         labels = batch["target"]["labels"]
         logits = _fitted(_wide(model.class_outputs(batch, rng, self.head)), len(labels))
         losses = functional.cross_entropy(logits, labels, reduction="none")  # ignores -100
@@ -220,7 +200,6 @@ class SentenceClasses(_OfSentences):
         return losses, [losses.detach(), correct.to(losses.dtype)]
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
-        """See ``Objective``."""
         return {"loss": sums[0], "ncorrect": sums[1]}
 
 
@@ -234,7 +213,6 @@ class SentenceNumbers(_OfSentences):
     def losses(
         self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """See ``Objective``."""
         target = batch["target"]
         numbers, is_real = target["labels"].view(torch.float64), _is_real(target)
         predicted = _wide(model.class_outputs(batch, rng, self.head)).flatten()
@@ -244,7 +222,7 @@ class SentenceNumbers(_OfSentences):
         return losses, [losses.detach(), is_real.to(losses.dtype)]
 
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
-        """See ``Objective``. fairseq counts each number as a sentence."""
+        """fairseq counts each number as a sentence."""
         return {"loss": sums[0], "nsentences": int(sums[1])}
 
 

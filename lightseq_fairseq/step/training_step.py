@@ -86,7 +86,7 @@ class _Weighted(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class UpdateRules:
+class UpdateOptions:
     """Settings of an update.
 
     Attributes:
@@ -131,7 +131,7 @@ class TrainingStep:
         model: is passed to the objective; all its parameters are trained.
         low: the buffer of its parameters.
         adam: fused, on ``low`` itself or on a float32 copy with the same layout.
-        objective, rules, ranks: see their classes.
+        objective, options, ranks: see their classes.
         scales: the layers' products are computed in fp8; these are the scales of an earlier run,
             empty if there is none. None: products are computed in the model's precision.
 
@@ -140,11 +140,11 @@ class TrainingStep:
     """
 
     def __init__(
-        self, model: Any, low: FlatBuffer, adam: FlatAdam, objective: Objective, rules: UpdateRules,
-        ranks: Ranks, scales: Mapping[str, Tensor] | None = None,
+        self, model: Any, low: FlatBuffer, adam: FlatAdam, objective: Objective,
+        options: UpdateOptions, ranks: Ranks, scales: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.low, self.adam, self.objective = model, low, adam, objective
-        self.rules, self.ranks = rules, ranks
+        self.options, self.ranks = options, ranks
         self.device = low.data.device
         self._has_copy = adam.buffer.data.data_ptr() != low.data.data_ptr()  # float32 beside low
         self._exchange = Exchange(ranks, low)
@@ -182,7 +182,7 @@ class TrainingStep:
         for place, name in SCALER.items() if scaler is not None else ():
             values[place] = getattr(scaler, name)
         self.state.copy_(torch.tensor(values))
-        self.rng.copy_(torch.tensor([self.rules.seed + num_updates, 0]))
+        self.rng.copy_(torch.tensor([self.options.seed + num_updates, 0]))
 
     def update(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> StepReport:
         """Launch one update by the gradient of all ``batches``, without waiting for the device.
@@ -330,16 +330,13 @@ class TrainingStep:
         self._counts.copy_(self._inputs.given()[_UPDATE_INPUTS:])
         if self.ranks.sharded:
             self._counts[Count.SQUARES] = self._exchange.squares(ops.adam_norm)
-        self._count_casts()
+        self.fp8.report(self._counts[Count.CAST :])
         self._amaxes.zero_()
         self._amaxes[self.ranks.rank].copy_(self.fp8.amax.flatten())
 
-    def _count_casts(self) -> None:
-        self.fp8.report(self._counts[Count.CAST], self._counts[Count.SATURATED])
-
     @torch.no_grad()
     def _update(self) -> None:
-        rules, state, gradient = self.rules, self.state, self._exchange.sum
+        options, state, gradient = self.options, self.state, self._exchange.sum
         given = self._inputs.given()[:_UPDATE_INPUTS]
         if self.ranks.count > 1:
             # The gradient is now the mean over the ranks, so divide the sample size as well.
@@ -352,21 +349,21 @@ class TrainingStep:
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self._changes = not capturing
         ops.update_scalars(
-            state, self.rng, given, norm, seed=rules.seed, scale_window=rules.scale_window,
-            tolerance=rules.tolerance, threshold=rules.threshold,
-            min_loss_scale=rules.min_loss_scale,
+            state, self.rng, given, norm, seed=options.seed, scale_window=options.scale_window,
+            tolerance=options.tolerance, threshold=options.threshold,
+            min_loss_scale=options.min_loss_scale,
         )  # fmt: skip
         if self.ranks.count > 1:
             self.fp8.amax.copy_(self._amaxes.amax(0).view_as(self.fp8.amax))
         else:
-            self._count_casts()
+            self.fp8.report(self._counts[Count.CAST :])
         self.fp8.update(state[State.SKIPPED])
         # With sharded state, the ranks must first gather the weights.
         cast = None if self.ranks.sharded else self.fp8.weight_cast()
         self.adam.fused_step(
             gradient, self.low.data if self._has_copy else None, state[State.RATE],
-            state[State.MULTIPLIER], norm, rules.max_norm, rules.clip_eps, self._exchange.finish,
-            cast,
+            state[State.MULTIPLIER], norm, options.max_norm, options.clip_eps,
+            self._exchange.finish, cast,
         )  # fmt: skip
 
     def _report(self) -> StepReport:
@@ -472,5 +469,5 @@ __all__ = [
     "StepReport",
     "StopReason",
     "TrainingStep",
-    "UpdateRules",
+    "UpdateOptions",
 ]

@@ -47,7 +47,7 @@ from lightseq_fairseq.step.training_step import (
     StepReport,
     StopReason,
     TrainingStep,
-    UpdateRules,
+    UpdateOptions,
 )
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.stopping import STOPPING
@@ -253,11 +253,11 @@ class CapturedTraining:
             # All ranks must see the same time, to stop together at a time limit. Until a step
             # reports the mean over the ranks, they see the training time before this run.
             trainer._cumulative_training_time = trainer._previous_training_time
-        rules = UpdateRules(seed_of_masks(trainer), cfg.optimization.clip_norm, 1e-6)
+        options = UpdateOptions(seed_of_masks(trainer), cfg.optimization.clip_norm, 1e-6)
         scaler = self._scaler
         if scaler is not None:
-            rules = UpdateRules(
-                rules.seed, rules.max_norm, 0.0, scaler.scale_window, scaler.tolerance,
+            options = UpdateOptions(
+                options.seed, options.max_norm, 0.0, scaler.scale_window, scaler.tolerance,
                 scaler.threshold or 0.0, scaler.min_loss_scale,
             )  # fmt: skip
         (low,) = flat_buffers(trainer.get_model().parameters())
@@ -268,7 +268,7 @@ class CapturedTraining:
         if not isinstance(optimizer, optim.FP16Optimizer):
             _adam(optimizer).leave_out(self._objective.unused(model))
         self._step = TrainingStep(
-            model, low, _adam(optimizer), self._objective, rules, ranks,
+            model, low, _adam(optimizer), self._objective, options, ranks,
             scales if uses_fp8(cfg) else None,
         )  # fmt: skip
         self._step.set_state(trainer.get_num_updates(), scaler)

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers import DecoderLayer, EncoderLayer, run_decoder, run_encoder
-from lightseq_fairseq.layers.decoder import decode
 from lightseq_fairseq.layers.feed_forward import FeedForward
-from lightseq_fairseq.layers.node import Input
 from lightseq_fairseq.layers.stack import Stack
 from lightseq_fairseq.memory.packing import Segments
 
@@ -81,11 +79,11 @@ def test_recomputed_attention_weights_give_the_same_gradients(normalize_before: 
     x, memory = torch.randn(7, 8), torch.randn(9, 8, requires_grad=True)
     found = []
     for recomputed in (False, True):
-        inputs = Input(x), Input(memory)
-        y, weights = decode(
-            stack, None, *inputs, target, source, RNG.clone(), True, recomputed, attention_of=1
+        attention: list[Tensor] = []
+        y = run_decoder(
+            stack, None, x, memory, target, source, RNG.clone(), True, recomputed, attention, 1
         )
-        assert weights is not None
+        (weights,) = attention
         loss = weights.square().sum() + y.sum()
         queries = [layer.encoder_attn.q_proj.weight for layer in stack]
         found.append([y, weights, *torch.autograd.grad(loss, (memory, *queries))])

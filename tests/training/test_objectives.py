@@ -16,7 +16,7 @@ from lightseq_fairseq.memory.parameters import flat_buffers, flatten_parameters
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
 from lightseq_fairseq.step.flat_adam import FlatAdam
 from lightseq_fairseq.step.objectives import LabelSmoothing, declares
-from lightseq_fairseq.step.training_step import Count, Ranks, TrainingStep, UpdateRules
+from lightseq_fairseq.step.training_step import Count, Ranks, TrainingStep, UpdateOptions
 
 LAYOUT = (Stream("target", ("previous", "labels")),)
 WORDS, PAD, RATE = 13, 1, 0.01
@@ -64,7 +64,7 @@ def test_a_model_without_a_source_is_trained(by_sentence: bool, accuracy: bool) 
         low,
         FlatAdam(model.parameters(), lr=RATE),
         objective,
-        UpdateRules(1, 0.0, 1e-6),
+        UpdateOptions(1, 0.0, 1e-6),
         Ranks(),
     )
     step.set_state(0)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.node import Input
-from lightseq_fairseq.layers.residual_norm import layer_norm
+from lightseq_fairseq.layers.stack import layer_norm
 from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.packing import Packed, PackedBatch
 from lightseq_fairseq.ops.update_scalars import State
