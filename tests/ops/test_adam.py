@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from helpers.ops_testing import check_op
 
 from lightseq_fairseq import ops
 
@@ -209,20 +208,6 @@ def test_norm_precision(dtype):
     norm = ops.adam_norm(grad)
     assert norm.dtype == torch.float32 and norm.dim() == 0
     torch.testing.assert_close(norm.double(), grad.double().norm(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("low", [None, torch.float16])
-def test_opcheck(low):
-    grad = torch.randn(N)
-    check_op("adam_norm", grad)
-    state = State(torch.float32, low)
-    scalars = (torch.tensor(LR), torch.tensor(0.5), grad.norm())
-    tensors = (state.param, state.exp_avg, state.exp_avg_sq, grad, state.param_low, state.step)
-    check_op("adam_step", *tensors, *scalars, 1.0, 1e-6, BETA1, BETA2, EPS, DECAY)
-    if low is None:
-        low = torch.empty(N, dtype=torch.bfloat16)
-        tensors = (ops.split_floats(state.param, low), *tensors[1:4], low, state.step)
-        check_op("adam_step", *tensors, *scalars, 1.0, 1e-6, BETA1, BETA2, EPS, DECAY)
 
 
 def test_refusals():

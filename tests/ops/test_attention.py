@@ -10,7 +10,6 @@ from helpers.ops_testing import (
     assert_as_good_as,
     assert_cast_of,
     check_gradients,
-    check_op,
     leaf,
     make_cast,
     make_rng,
@@ -213,19 +212,6 @@ def test_16_bit(dtype, causal):
         assert_as_good_as(*triple, name)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("causal", [False, True])
-def test_opcheck(p, causal):
-    case = Case(HOLES, causal, p)
-    case.q, case.k, case.v, case.dout = (
-        x.nan_to_num(0.0) for x in (case.q, case.k, case.v, case.dout)
-    )
-    out, lse = case.fwd()
-    check_op("attention_fwd", *case.qkv, *case.settings())
-    gradients = [torch.zeros_like(x) for x in case.qkv]
-    check_op("attention_bwd", case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
-
-
 def bf16_case():
     """Its width is a multiple of 16. Rows that belong to no sentence are zero."""
     case = Case(HOLES, True, 0.1, torch.bfloat16, width=16)
@@ -269,15 +255,6 @@ def test_backward_casts_the_rounded_gradients(shared):
         assert cast.saturated > 3
     assert not memory[0][case.used_q :].view(torch.uint8).any()
     assert not any(x[case.used_k :].view(torch.uint8).any() for x in memory[1:])
-
-
-def test_opcheck_of_casts():
-    case = bf16_case()
-    out, lse = case.fwd()
-    check_op("attention_fwd", *case.qkv, *case.settings(), make_cast())
-    gradients = [x.view(torch.uint8).fill_(0).view(E4M3) for x in column_slices(case)]
-    given = case.dout, *case.qkv, out, lse, *case.settings()
-    check_op("attention_bwd", *given, *gradients, make_cast(), make_cast())
 
 
 def test_cast_refusals():

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ops_testing import check_op
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, ops
@@ -207,12 +206,6 @@ def test_slots_of_no_sentence_are_left_alone() -> None:
         for columns in ((0, 1), (4, 5)):
             kept = tensors[name][:, columns], before[name][:, columns]
             assert torch.equal(*(x.nan_to_num(9.0) for x in kept)), name
-
-
-def test_torchs_checks() -> None:
-    tensors = state([1, -1, 0], 2, 8)
-    found = random_candidates(tensors["scores"], 4, 0)
-    check_op("beam_advance", *found, *(tensors[n] for n in NAMES), 2, 1, 0.0, EOS, 1.0)
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ops_testing import check_op, make_rng
+from helpers.ops_testing import make_rng
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, ops
@@ -206,13 +206,6 @@ def test_uniform_numbers_are_the_generators_first_words() -> None:
         mask = ops.keep_mask(make_rng(3, 1), 0, rows, 90, p)[:, 89]
         assert torch.equal((numbers * 65536).floor() >= round(65536 * p), mask)
     assert ((numbers > 0) & (numbers < 1)).all()
-
-
-def test_torchs_checks() -> None:
-    logits, scores = random_rows(6)
-    check_op("beam_candidates", logits, scores, progress(3), 4, *rules())
-    sentences = torch.tensor([1, 0, -1], dtype=torch.int32)
-    check_op("beam_sample", logits, scores, sentences, progress(3), make_rng(), 2, 3, 0.0, *rules())
 
 
 def test_wrong_arguments_are_refused() -> None:

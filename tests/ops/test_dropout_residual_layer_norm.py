@@ -8,7 +8,6 @@ from helpers.ops_testing import (
     assert_as_good_as,
     assert_cast_of,
     check_gradients,
-    check_op,
     leaf,
     make_cast,
     make_rng,
@@ -198,23 +197,6 @@ def test_empty_batch():
     assert all(g.eq(0).all() for g in gradients)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("parts", [ALL, ("norm",), ("residual",)])
-def test_opcheck(parts, p):
-    tensors = inputs()
-    check_op("dropout_residual_layer_norm_fwd", *choose(tensors, parts), dropout(p), EPS)
-    total, y, mean, rstd, *_ = fwd(tensors, parts, p)
-    total = total if total.numel() else tensors["x"]
-    gradients = [torch.zeros(C), torch.zeros(C), torch.zeros(C)]
-    if "norm" in parts:
-        arguments = (y, total, total, tensors["gamma"], mean, rstd, dropout(p))
-        check_op("dropout_residual_layer_norm_bwd", *arguments, *gradients, True)
-        check_op("dropout_residual_layer_norm_bwd", *arguments, None, None, None, False)
-    else:
-        arguments = (None, total, total, None, mean, rstd, dropout(p))
-        check_op("dropout_residual_layer_norm_bwd", *arguments, None, None, gradients[2], False)
-
-
 def widened(*tensors):
     return [None if x is None else x.float() for x in tensors]
 
@@ -251,20 +233,6 @@ def test_backward_casts_the_float32_gradient(which, p):
     assert all(map(torch.equal, map(torch.nan_to_num, sums), map(torch.nan_to_num, exact)))
     dx = bwd(*widened(*given), *rest, None, None, None, accumulate=False)
     assert_cast_of(dx[0] if p > 0 else dx[1], (values, transpose), cast)
-
-
-def test_opcheck_of_casts():
-    tensors = inputs(torch.bfloat16, 21, 48)
-    given = (*choose(tensors, ALL), dropout(0.3), EPS)
-    check_op("dropout_residual_layer_norm_fwd", *given, True, make_cast())
-    check_op("dropout_residual_layer_norm_fwd", *given, False, make_cast())
-    total, y, mean, rstd, *_ = fwd(tensors, ALL, 0.3)
-    given = (y, None, total, tensors["gamma"], mean, rstd)
-    for p in (0.0, 0.3):
-        gradients = torch.zeros(48), None, torch.zeros(48)
-        check_op(
-            "dropout_residual_layer_norm_bwd", *given, dropout(p), *gradients, True, make_cast()
-        )
 
 
 @pytest.mark.parametrize(

@@ -240,29 +240,6 @@ def test_empty():
     assert all(x.eq(0).all() for x in normed_bwd(0.1, y, statistics, none, none, *inputs))
 
 
-@pytest.mark.parametrize("p", [0.0, 0.4])
-@pytest.mark.parametrize("accumulate", [True, False])
-def test_opcheck(p, accumulate):
-    weight, position_weight = tables()
-    dy = torch.randn(len(TOKENS), C, dtype=torch.float64)
-    check_op("embedding_fwd", TOKENS, weight, POSITIONS, position_weight, SCALE, dropout(p))
-    check_op("embedding_fwd", TOKENS, weight, None, None, SCALE, dropout(p))
-    backward = (dy, TOKENS, POSITIONS, SCALE, PAD, dropout(p))
-    check_op("embedding_bwd", *backward, torch.zeros(V, C), torch.zeros(P, C), accumulate)
-    check_op("embedding_bwd", *backward, torch.zeros(V, C), None, accumulate)
-    norm = norm_vectors()
-    settings = (SCALE, dropout(p), EPS)
-    check_op("embedding_layer_norm_fwd", TOKENS, weight, None, None, *norm, *settings)
-    check_op(
-        "embedding_layer_norm_fwd", TOKENS, weight, POSITIONS, position_weight, *norm, *settings
-    )
-    x, statistics = torch.randn_like(dy), torch.rand(2, len(TOKENS), dtype=torch.float64)
-    backward = (dy, x, norm[0], *statistics.clone().unbind(), dropout(p))
-    gradients = torch.zeros(C), torch.zeros(C)
-    check_op("embedding_layer_norm_bwd", *backward, *gradients, accumulate)
-    check_op("embedding_layer_norm_bwd", *backward, None, None, accumulate)
-
-
 @pytest.mark.parametrize("rows", [0, 1, 37])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_casts_the_rounded_result(rows, has_norm):

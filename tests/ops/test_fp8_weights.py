@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ops_testing import adam_arguments, check_op, spaced
+from helpers.ops_testing import adam_arguments, spaced
 from torch import Tensor
 
 from lightseq_fairseq import ops
@@ -98,11 +98,6 @@ def test_scales_may_be_apart():
     for cast in (ours, expected):
         ops.fp8_weights(make_weights(), cast)
     assert_same(ours, expected)
-
-
-def test_opcheck():
-    check_op("fp8_weights", make_weights(), make_cast())
-    check_op("adam_step", *adam_arguments(make_weights()).values(), make_cast())
 
 
 def test_refusals():
