@@ -197,21 +197,6 @@ def test_small_shapes(rows, columns):
     assert mask.shape == (rows, columns) and mask.dtype == torch.bool
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.zeros(2), 0, 4, 4, 0.1), "rng must be int64, got float32"),
-        ((torch.zeros(3, dtype=torch.int64), 0, 4, 4, 0.1), r"rng must have shape \[2\]"),
-        ((torch.arange(4)[::2], 0, 4, 4, 0.1), "rng must be contiguous, its stride is 2"),
-        ((make_rng(), 0, 4, 4, 1.0), "p must be at least 0 and below 1, got 1.0"),
-        ((make_rng(), 0, -1, 4, 0.1), "rows and columns must be >= 0, got -1 and 4"),
-    ],
-)
-def test_refusals(arguments, message):
-    with pytest.raises(ValueError, match=f"dropout_mask: {message}"):
-        ops.dropout_mask(*arguments)
-
-
 @pytest.fixture(scope="module")
 def host_program(tmp_path_factory):
     nvcc = shutil.which("nvcc")
