@@ -49,6 +49,8 @@ def changes(x: Any) -> dict[str, Any]:
         found["elements apart"] = torch.stack((numbers, numbers), -1)[..., 0]
     if x.dim() > 1:
         found["rows apart"] = torch.cat((numbers, numbers), -1)[..., : x.shape[-1]]
+    if not x.is_floating_point() and x.itemsize > 1:
+        found |= {"one less": x - 1, "one more": x + 1}
     if x.is_floating_point() and x.itemsize > 1:
         found["three times as much"] = x * 3
     return {
@@ -93,8 +95,11 @@ def refusals(name: str) -> Iterator[str]:
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted")  # of boundaries that are apart
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_each_wrong_argument_is_refused_in_the_words_of_the_file(name: str, tmp_path: Path) -> None:
+def test_each_wrong_argument_is_refused_in_the_words_of_the_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a difference is intended, the section in the temporary folder is the new one."""
+    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     section = "".join(f"  {line}\n" for line in refusals(name))
     (tmp_path / "section.txt").write_text(f"{name}\n{section}")
     golden = GOLDEN.read_text().partition(f"\n{name}\n")[2]

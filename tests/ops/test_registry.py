@@ -13,6 +13,8 @@ import pytest
 import torch
 from helpers.ops_testing import check_op, flat, make_rng, poisoned
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base import library
@@ -30,7 +32,8 @@ def randn(*shape: int) -> Tensor:
 
 
 def tokens(size: int) -> Tensor:
-    return torch.randint(0, size, (T,))
+    """Indices, the first and the last row among them."""
+    return torch.cat((torch.randint(0, size, (T - 2,)), torch.tensor([0, size - 1])))
 
 
 def dropout() -> ops.Dropout:
@@ -379,6 +382,31 @@ def test_schema_and_shape_function_are_the_ops(name, device):
 @pytest.mark.gpu
 def test_every_op_has_a_kernel():
     assert not library.load().references
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("embedding_fwd", "cross_entropy_fwd", "attention_fwd", "decode_self_attention"),
+        *("decode_cross_attention", "fp8_quantise"),
+    ],
+)
+def test_checks_of_values_let_tensors_without_values_pass(name, asked, monkeypatch):
+    """So that shape functions can be called."""
+    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", asked)
+    expected = results(name, arguments_of(name))
+    with FakeTensorMode() as mode:
+        fake = results(name, tree_map_only(Tensor, mode.from_tensor, arguments_of(name)))
+    meta = results(name, tree_map_only(Tensor, lambda x: x.to("meta"), arguments_of(name)))
+    assert [x.shape for x in fake] == [x.shape for x in meta] == [x.shape for x in expected]
+
+    def call(*arguments):
+        return tensors(op_of(name)(*arguments), [])
+
+    ours = torch.compile(call, backend="eager", fullgraph=True)(*arguments_of(name))
+    torch.compiler.reset()
+    assert ours and all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
