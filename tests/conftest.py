@@ -1,5 +1,7 @@
 """Tests marked `gpu` run only if torch finds a GPU; requesting them without a GPU is an error.
 
+All tests of the files *_cuda.py are marked.
+
 Test processes share the GPU. A test marked `alone` waits until no other process uses the GPU.
 """
 
@@ -54,6 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f'-m "{config.getoption("markexpr")}" asks for GPU tests, but torch sees no GPU here'
         )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.path.stem.endswith("_cuda"):
+        item.add_marker("gpu")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,7 +21,6 @@ from scripts import plots
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "tables"
-RESULTS = "scripts/results/ops-h200.json"
 OPS_PLOT, TRAIN_PLOT, GENERATE_PLOT = (
     f"scripts/results/{name}-h200.svg" for name in ("ops", "train", "generate")
 )

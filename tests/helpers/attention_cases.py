@@ -1,4 +1,4 @@
-"""Cases of the attention kernels, for tests on a GPU."""
+"""Cases of attention, for tests on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ class Case:
     """Packed tensors for one set of lengths as in the layers: q, k, v are column blocks of wider
     matrices, and rows that belong to no sentence are NaN."""
 
-    def __init__(self, lengths, dtype, causal=False, p=0.0, heads=3, width=64):
+    def __init__(self, lengths, dtype, causal=False, p=0.0, heads=3, width=64, device="cuda"):
         torch.manual_seed(0)
+        self.rng = make_rng(device=device)
         self.lengths_q, self.lengths_k = lengths[0], lengths[1] or lengths[0]
         self.dtype, self.causal, self.p, self.scale = dtype, causal, p, width**-0.5
         self.cu_q, self.cu_k = (
-            torch.tensor([0, *x]).cumsum(0).int().cuda() for x in (self.lengths_q, self.lengths_k)
+            torch.tensor([0, *x]).cumsum(0).int().to(device)
+            for x in (self.lengths_q, self.lengths_k)
         )
         self.used_q, self.used_k = sum(self.lengths_q), sum(self.lengths_k)
-        self.rng = make_rng().cuda()
         if lengths[1] is None:
             self.q, self.k, self.v = self.blocks(3, self.used_q, TAIL_Q, heads, width)
         else:
@@ -55,7 +56,7 @@ class Case:
         (self.dout,) = self.blocks(1, self.used_q, TAIL_Q, heads, width)
 
     def blocks(self, count, used, tail, heads, width):
-        x = torch.randn(used + tail, count, heads, width, device="cuda").to(self.dtype)
+        x = torch.randn(used + tail, count, heads, width, device=self.rng.device).to(self.dtype)
         x[used:] = torch.nan
         return x.unbind(1)
 
@@ -92,15 +93,16 @@ class Case:
         backward(self.dout.double(), *qkv, out, lse, *flat(self.settings()), *gradients)
         return out, lse, *gradients
 
-    def plain(self):
-        """The same by torch ops in the case's own dtype, sentence by sentence."""
-        q, k, v = (leaf(x, self.dtype) for x in self.qkv)
+    def plain(self, dtype=None):
+        """The same by torch ops in a dtype, or the case's own, sentence by sentence."""
+        dtype = dtype or self.dtype
+        q, k, v = (leaf(x, dtype) for x in self.qkv)
         rows, heads, _ = q.shape
         keep = ops.attention_keep_mask(
-            self.rng, SITE, torch.arange(rows * heads).cuda(), max(self.lengths_k), self.p
+            self.rng, SITE, torch.arange(rows * heads).to(q.device), max(1, *self.lengths_k), self.p
         ).view(rows, heads, -1)
-        out = torch.zeros(q.shape, dtype=self.dtype, device="cuda")
-        lse = torch.zeros(rows, heads, device="cuda")
+        out = torch.zeros_like(q, requires_grad=False)
+        lse = q.new_zeros(rows, heads)
         cu_q, cu_k = self.cu_q.tolist(), self.cu_k.tolist()
         for b, (length_q, length_k) in enumerate(zip(self.lengths_q, self.lengths_k, strict=True)):
             if length_q == 0 or length_k == 0:
@@ -108,14 +110,15 @@ class Case:
             mine, seen = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
             scores = self.scale * torch.einsum("ihd,jhd->ihj", q[mine], k[seen])
             if self.causal:
-                hidden = torch.ones(length_q, length_k, device="cuda").triu(1).bool()
+                hidden = torch.ones(length_q, length_k, device=q.device).triu(1).bool()
                 scores = scores.masked_fill(hidden[:, None], -torch.inf)
-            lse[mine] = scores.logsumexp(-1).detach().float()
+            lse[mine] = scores.logsumexp(-1).detach()
             weights = scores.softmax(-1) * keep[mine, :, :length_k] / (1 - self.p)
             out[mine] = torch.einsum("ihj,jhd->ihd", weights, v[seen])
-        (out * self.dout.nan_to_num(0.0)).sum().backward()
-        gradients = (x.grad.nan_to_num(0.0) for x in (q, k, v))
-        return out.detach(), lse, *gradients
+        if out.requires_grad:
+            (out * self.dout.to(dtype).nan_to_num(0.0)).sum().backward()
+        gradients = (torch.zeros_like(x) if x.grad is None else x.grad for x in (q, k, v))
+        return out.detach(), lse, *(x.nan_to_num(0.0) for x in gradients)
 
 
 def like(x):
@@ -171,7 +174,7 @@ def column_slices(case):
     blocks = [(rows_q, 3)] if case.lengths_q is case.lengths_k else [(rows_q, 1), (rows_k, 2)]
     heads, width = case.q.shape[1:]
     memory = [torch.full((r, n, heads, width), 0x7F, dtype=torch.uint8) for r, n in blocks]
-    return [x for m in memory for x in m.cuda().view(E4M3).unbind(1)]
+    return [x for m in memory for x in m.to(case.q.device).view(E4M3).unbind(1)]
 
 
 def same(left, right):

@@ -1,17 +1,19 @@
 """Runs of ``lightseq-bench train`` in this process; each training that it starts is a process of
-its own."""
+its own, which is forked if it should succeed."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from click.testing import CliRunner, Result
 from fairseq import tasks
-from helpers import parity
+from helpers import forked_commands, parity
 from torch import Tensor
 
 from lightseq_fairseq.cli import bench
@@ -29,7 +31,8 @@ def bench_once(
     """The result of the command, which must succeed, and its rows by system; ``corpus`` holds
     further words."""
     output = folder / "rows.json"
-    done = bench_train(
+    with mock.patch.object(sys, "executable", str(forked_commands.python())):
+        done = bench_train(
         "--case", case, "--systems", ",".join(systems),
         "--updates", 40, "--warm-up", 5, "--rounds", 1, "--workers", 0, *corpus,
         "--output", output, "--logs", folder / "logs",

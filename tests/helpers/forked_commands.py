@@ -12,6 +12,7 @@ import functools
 import importlib
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -48,6 +49,10 @@ def path() -> str:
             script = scripts / point.name
             script.write_text(SCRIPT.format(python=sys.executable, address=address))
             script.chmod(0o755)
+    # Not on the PATH, because it runs only modules.
+    script = scripts.with_name("python")
+    script.write_text(SCRIPT.format(python=sys.executable, address=address))
+    script.chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -56,6 +61,11 @@ def path() -> str:
     atexit.register(folder.cleanup)
     atexit.register(server.stdin.close)  # which ends it
     return os.pathsep.join([str(scripts), str(BIN), os.environ["PATH"]])
+
+
+def python() -> Path:
+    """A Python that runs only ``-m MODULE``, in a forked process."""
+    return Path(path().partition(os.pathsep)[0]).with_name("python")
 
 
 def serve(address: str) -> tuple[list[str], str, dict[str, str]] | None:
@@ -112,6 +122,10 @@ def main() -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    if Path(words[0]).name == "python":
+        _, _, module, *sys.argv[1:] = words
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
     (point,) = metadata.entry_points(group="console_scripts", name=Path(words[0]).name)
     # As if it were the environment's script; a process that it spawns imports this file.
     script = str(BIN / point.name)

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from lightseq_fairseq import layers, ops
 from lightseq_fairseq.memory.packing import Segments
 
-pytestmark = pytest.mark.gpu
-
 C, F, V, H, PAD = 128, 512, 1000, 2, 1
 RATES = {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1}
 # Rows: one token; up to one tile, on both sides of 32, 64 and 128; more than one tile.

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lightseq_fairseq.plugins.encoder_graphs import EncoderGraphs
 
-pytestmark = pytest.mark.gpu
-
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 SIZES = {"encoder_embed_dim": 64, "encoder_ffn_embed_dim": 128, "encoder_attention_heads": 4,
          "max_positions": 512}  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.fp8_operands import assert_is_cast, numbers, parts, quantised, with_nan
-from helpers.ops_testing import assert_as_good_as, check_op, leaf, make_cast, make_rng, poisoned
+from helpers.fp8_operands import assert_is_cast, numbers, quantised, with_nan
+from helpers.ops_testing import assert_as_good_as, leaf, make_cast, make_rng, poisoned
 from torch.nn import functional
 
 from lightseq_fairseq import ops
@@ -210,56 +210,10 @@ def test_16_bits(with_slope, dtype):
         assert_as_good_as(ours, theirs, truth)
 
 
-@KINDS
-@pytest.mark.parametrize("accumulate", [True, False])
-def test_opcheck(accumulate, kind):
-    z, weight, dy = inputs(kind)
-    operands = [parts(t) for t in (dy, in_kind(z.relu(), kind), weight)]
-    dtype = BF16 if kind == E4M3 else F64
-    for slope in (None, store_slope(z.clamp(0, 1), dtype)):
-        for wanted in ([torch.ones(N, K), torch.ones(K)], [None, None]):
-            wanted = [t if t is None else t.to(dtype) for t in wanted]
-            cast = [make_cast()] if kind == E4M3 else []
-            given = *operands, slope, 0.3, *wanted, accumulate, None, *cast
-            check_op("activation_linear_bwd", *given)
-
-
-@KINDS
-def test_refusals(kind):
-    z, weight, dy = inputs(kind)
-    x, name = in_kind(z.relu(), kind), "activation_linear_bwd"
-    slope = store_slope(z.clamp(0, 1), BF16 if kind == E4M3 else F64)
-    with pytest.raises(ValueError, match=rf"{name}: weight.* must have shape \[(N, 48|48, 32)\]"):
-        run(dy, x, weight.t())
-    with pytest.raises(ValueError, match=rf"{name}: dbias must have shape \[48\]"):
-        run(dy, x, weight, dbias=torch.zeros(T, K))
-    with pytest.raises(ValueError, match=rf"{name}: dweight must have shape \[32, 48\]"):
-        run(dy, x, weight, dweight=torch.zeros(K, N))
-    with pytest.raises(ValueError, match=rf"{name}: slope must have shape \[21, 48\]"):
-        run(dy, x, weight, slope[1:])
-    with pytest.raises(ValueError, match="slope must be contiguous in its last dimension"):
-        run(dy, x, weight, slope.t().contiguous().t())
-    with pytest.raises(ValueError, match=f"{name}: slope must be (uint8|float64), got float32"):
-        run(dy, x, weight, slope.float())
-    with pytest.raises(ValueError, match=rf"{name}: p must be in \[0, 1\), got 1"):
-        run(dy, x, weight, None, 1.0)
-    with pytest.raises(ValueError, match=f"{name}: the result is cast exactly if operands are"):
-        run(dy, x, weight, cast=None if kind == E4M3 else make_cast())
-    if kind == F64:
-        with pytest.raises(ValueError, match=rf"{name}: dy must have shape \[21, 32\]"):
-            run(dy[1:], x, weight)
-        with pytest.raises(ValueError, match=f"{name}: dy must be float64, got float32"):
-            run(dy.float(), x, weight)
-        return
-    wide = torch.zeros(T, 2 * K, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"slope must be contiguous, its strides are \(96, 1\)"):
-        run(dy, x, weight, wide[:, :K])
-    with pytest.raises(ValueError, match=r"x_transpose must have shape \[K, 32\], got \[48, 16\]"):
-        run(dy, x._replace(transpose=x.transpose[:, :16]), weight)
-    with pytest.raises(ValueError, match=f"{name}: dbias must be float16 or .*, got float64"):
-        run(dy, x, weight, dbias=poisoned(K))
-    with pytest.raises(ValueError, match=f"{name}: scale must be a power of two"):
-        run(dy, x, weight, cast=make_cast(3.0))
+def test_a_cast_of_a_product_in_float64_is_refused():
+    z, weight, dy = inputs()
+    with pytest.raises(ValueError, match="_bwd: the result is cast exactly if operands are"):
+        run(dy, z.relu(), weight, cast=make_cast())
 
 
 @KINDS

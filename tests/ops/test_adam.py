@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from helpers.ops_testing import check_op
 
 from lightseq_fairseq import ops
 
@@ -209,65 +208,3 @@ def test_norm_precision(dtype):
     norm = ops.adam_norm(grad)
     assert norm.dtype == torch.float32 and norm.dim() == 0
     torch.testing.assert_close(norm.double(), grad.double().norm(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("low", [None, torch.float16])
-def test_opcheck(low):
-    grad = torch.randn(N)
-    check_op("adam_norm", grad)
-    state = State(torch.float32, low)
-    scalars = (torch.tensor(LR), torch.tensor(0.5), grad.norm())
-    tensors = (state.param, state.exp_avg, state.exp_avg_sq, grad, state.param_low, state.step)
-    check_op("adam_step", *tensors, *scalars, 1.0, 1e-6, BETA1, BETA2, EPS, DECAY)
-    if low is None:
-        low = torch.empty(N, dtype=torch.bfloat16)
-        tensors = (ops.split_floats(state.param, low), *tensors[1:4], low, state.step)
-        check_op("adam_step", *tensors, *scalars, 1.0, 1e-6, BETA1, BETA2, EPS, DECAY)
-
-
-def test_refusals():
-    grad = torch.randn(N)
-    with pytest.raises(ValueError, match="adam_norm: grad must be contiguous, its stride is 2"):
-        ops.adam_norm(grad[::2])
-    with pytest.raises(ValueError, match=r"adam_norm: grad must have shape \[N\], got \[10, 100\]"):
-        ops.adam_norm(grad.view(10, 100))
-    with pytest.raises(ValueError, match=r"adam_step: grad must have shape \[1000\], got \[999\]"):
-        State(torch.float32).update(grad[1:])
-    with pytest.raises(
-        ValueError, match="adam_step: param must be float32 or float64 or int16, got float16"
-    ):
-        State(torch.float16).update(grad)
-    for low in (None, torch.float16):
-        state = State(torch.float32, low)
-        state.param = state.param.short()
-        with pytest.raises(ValueError, match="an int16 param needs a bfloat16 param_low"):
-            state.update(grad)
-    with pytest.raises(ValueError, match="param_low must be float16 or bfloat16, got float32"):
-        State(torch.float32, torch.float32).update(grad)
-    state = State(torch.float32)
-    state.step = torch.tensor(0.0)
-    with pytest.raises(ValueError, match="step must be int64, got float32"):
-        state.update(grad)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"lr": LR}, "lr must be a tensor, got float"),
-        ({"beta1": 1.0}, "beta1 must be at least 0 and below 1, got 1.0"),
-        ({"beta2": -0.1}, "beta2 must be at least 0 and below 1, got -0.1"),
-    ],
-)
-def test_refused_settings(change, message):
-    state, one = State(torch.float32), torch.tensor(1.0)
-    arguments = {"step": state.step, "lr": one, "multiplier": one, "norm": one, "max_norm": 0.0}
-    arguments |= {
-        "clip_eps": 0.0,
-        "beta1": BETA1,
-        "beta2": BETA2,
-        "eps": EPS,
-        "weight_decay": DECAY,
-    }
-    tensors = state.param, state.exp_avg, state.exp_avg_sq, torch.randn(N), None
-    with pytest.raises(ValueError, match=f"adam_step: {message}"):
-        ops.adam_step(*tensors, **{**arguments, **change})

@@ -10,8 +10,6 @@ import pytest
 
 from lightseq_fairseq.base import library
 
-pytestmark = pytest.mark.gpu
-
 # Runs in a separate process: GEMMs are compared with torch's; the first one runs within a graph.
 PROGRAM = """
 import sys, torch

@@ -20,8 +20,6 @@ from helpers.ops_testing import make_rng
 from lightseq_fairseq import ops
 from lightseq_fairseq.base.errors import is_out_of_memory
 
-pytestmark = pytest.mark.gpu
-
 # After an index out of range, all GPU work of the process fails. The memory requested then is more
 # than torch's allocator holds, so it must ask CUDA.
 AFTER_A_FAULT = """

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from helpers import attention_cases
+from helpers.attention_cases import TAIL_K, column_slices
 from helpers.ops_testing import (
     assert_as_good_as,
     assert_cast_of,
     check_gradients,
-    check_op,
-    leaf,
     make_cast,
-    make_rng,
     poisoned,
 )
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.ops.casting import E4M3
 
-H, D, SCALE, SITE = 3, 4, 0.6, 9
+H, D = 3, 4
 # (query lengths, key lengths): different lengths; single tokens; empty on one side, the other or
 # both, at the first and the last place; no token at all.
 SELF = ([3, 1, 5, 2], None)
@@ -28,33 +24,13 @@ CROSS = ([3, 1, 5, 2], [2, 6, 1, 3])
 HOLES = ([3, 0, 1, 4, 0, 2], [2, 3, 5, 0, 0, 4])
 EDGES = ([0, 3, 2, 0], [4, 2, 0, 3])
 NOTHING = ([0, 0], [0, 0])
-# Rows of the bucket after the last sentence, on each side.
-TAIL_Q, TAIL_K = 3, 2
 
 
-class Case:
-    """Packed tensors for one set of lengths; rows that belong to no sentence are NaN."""
+class Case(attention_cases.Case):
+    """A small case on a CPU."""
 
     def __init__(self, lengths, causal=False, p=0.0, dtype=torch.float64, heads=H, width=D):
-        torch.manual_seed(0)
-        self.lengths_q, self.lengths_k = lengths[0], lengths[1] or lengths[0]
-        self.causal, self.p, self.dtype = causal, p, dtype
-        self.cu_q, self.cu_k = (
-            torch.tensor([0, *x]).cumsum(0).int() for x in (self.lengths_q, self.lengths_k)
-        )
-        self.used_q, self.used_k = sum(self.lengths_q), sum(self.lengths_k)
-        self.q, self.dout = (self.rows(self.used_q, TAIL_Q, heads, width) for _ in range(2))
-        self.k, self.v = (self.rows(self.used_k, TAIL_K, heads, width) for _ in range(2))
-
-    def rows(self, used, tail, heads, width):
-        x = torch.randn(used + tail, heads, width).to(self.dtype)
-        x[used:] = torch.nan
-        return x
-
-    def settings(self):
-        longest = max(self.lengths_q), max(self.lengths_k)
-        dropout = ops.Dropout(self.p, make_rng(), SITE)
-        return self.cu_q, self.cu_k, *longest, self.causal, SCALE, dropout
+        super().__init__(lengths, dtype, causal, p, heads, width, "cpu")
 
     def fwd(self, q=None, k=None, v=None):
         q, k, v = (
@@ -64,44 +40,11 @@ class Case:
         assert values.numel() == 0
         return out, lse
 
-    @property
-    def qkv(self):
-        return self.q, self.k, self.v
-
     def bwd(self, out, lse, gradients=None):
         if gradients is None:
             gradients = tuple(poisoned(*x.shape, dtype=self.dtype) for x in self.qkv)
         ops.attention_bwd(self.dout, *self.qkv, out, lse, *self.settings(), *gradients)
         return gradients
-
-    def loop(self, dtype=torch.float64):
-        """(out, lse, dq, dk, dv), sentence by sentence; rows that belong to no sentence are
-        zero."""
-        q, k, v = (leaf(x, dtype) for x in self.qkv)
-        rows, heads, _ = q.shape
-        keep = ops.attention_keep_mask(
-            make_rng(), SITE, torch.arange(rows * heads), max(1, *self.lengths_k), self.p
-        ).view(rows, heads, -1)
-        out = torch.zeros_like(q, requires_grad=False)
-        lse = torch.zeros(rows, heads, dtype=dtype)
-        for b, (length_q, length_k) in enumerate(zip(self.lengths_q, self.lengths_k, strict=True)):
-            if length_q == 0 or length_k == 0:
-                continue
-            mine, seen = (
-                slice(self.cu_q[b], self.cu_q[b + 1]),
-                slice(self.cu_k[b], self.cu_k[b + 1]),
-            )
-            scores = SCALE * torch.einsum("ihd,jhd->ihj", q[mine], k[seen])
-            if self.causal:
-                hidden = torch.ones(length_q, length_k).triu(1).bool()
-                scores = scores.masked_fill(hidden[:, None], -torch.inf)
-            lse[mine] = scores.logsumexp(-1).detach()
-            weights = scores.softmax(-1) * keep[mine, :, :length_k] / (1 - self.p)
-            out[mine] = torch.einsum("ihj,jhd->ihd", weights, v[seen])
-        if out.requires_grad:
-            (out * self.dout.to(dtype).nan_to_num(0.0)).sum().backward()
-        gradients = (torch.zeros_like(x) if x.grad is None else x.grad for x in (q, k, v))
-        return out.detach(), lse, *gradients
 
 
 @pytest.mark.parametrize(
@@ -113,7 +56,7 @@ def test_equals_loop(lengths, causal, p):
     case = Case(lengths, causal, p)
     out, lse = case.fwd()
     assert out.is_contiguous() and lse.dtype == torch.float64
-    expected = case.loop()
+    expected = case.plain()
     for name, ours, theirs in zip(
         ("out", "lse", "dq", "dk", "dv"), (out, lse, *case.bwd(out, lse)), expected, strict=True
     ):
@@ -133,23 +76,16 @@ def test_longest_may_be_an_upper_bound(causal):
 def test_views_of_one_product():
     """q, k, v and their gradients are column blocks of [T, 3 * H * D], as in the layers."""
     case = Case(SELF, True, 0.3)
+    views = case.qkv
+    case.q, case.k, case.v = (x.contiguous() for x in views)
     expected = case.fwd()
     gradients = case.bwd(*expected)
-
-    def blocks(x):
-        return [x[:, i * H * D : (i + 1) * H * D].unflatten(1, (H, D)) for i in range(3)]
-
-    tail = TAIL_Q - TAIL_K
-    case.k, case.v = (torch.cat((x, x[-1:].expand(tail, H, D))) for x in (case.k, case.v))
-    qkv = torch.cat([x.flatten(1) for x in case.qkv], 1)
-    case.q, case.k, case.v = blocks(qkv)
+    case.q, case.k, case.v = views
     out, lse = case.fwd()
     torch.testing.assert_close((out, lse), expected)
-    dqkv = poisoned(*qkv.shape)
-    case.bwd(out, lse, blocks(dqkv))
-    for ours, theirs in zip(blocks(dqkv), gradients, strict=True):
-        torch.testing.assert_close(ours[: len(theirs)], theirs)
-    assert dqkv.isfinite().all()
+    dqkv = poisoned(len(case.q), 3, H, D)
+    case.bwd(out, lse, dqkv.unbind(1))
+    torch.testing.assert_close(dqkv.unbind(1), gradients)
 
 
 def test_odd_strides():
@@ -193,7 +129,7 @@ def test_large_scores(scale):
     case.q *= scale
     out, lse = case.fwd()
     assert lse.dtype == torch.float64
-    expected = exact.loop()
+    expected = exact.plain()
     for ours, theirs in zip((out, lse, *case.bwd(out, lse)), expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5 * scale)
 
@@ -207,23 +143,10 @@ def test_16_bit(dtype, causal):
     assert lse.dtype == torch.float32
     ours = out, *case.bwd(out, lse)
     plain, exact = (
-        (result[0], *result[2:]) for result in (case.loop(dtype), case.loop(torch.float64))
+        (result[0], *result[2:]) for result in (case.plain(dtype), case.plain(torch.float64))
     )
     for name, *triple in zip(("out", "dq", "dk", "dv"), ours, plain, exact, strict=True):
         assert_as_good_as(*triple, name)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("causal", [False, True])
-def test_opcheck(p, causal):
-    case = Case(HOLES, causal, p)
-    case.q, case.k, case.v, case.dout = (
-        x.nan_to_num(0.0) for x in (case.q, case.k, case.v, case.dout)
-    )
-    out, lse = case.fwd()
-    check_op("attention_fwd", *case.qkv, *case.settings())
-    gradients = [torch.zeros_like(x) for x in case.qkv]
-    check_op("attention_bwd", case.dout, *case.qkv, out, lse, *case.settings(), *gradients)
 
 
 def bf16_case():
@@ -232,13 +155,6 @@ def bf16_case():
     for x in (*case.qkv, case.dout):
         x.nan_to_num_(0.0).mul_(4)
     return case
-
-
-def column_slices(case):
-    """Memory for dq, and for dk and dv side by side, in E4M3."""
-    blocks = ((len(case.q), 1), (len(case.k), 2))
-    memory = [torch.full((rows, n, H, 16), 0x7F, dtype=torch.uint8) for rows, n in blocks]
-    return [x for m in memory for x in m.view(E4M3).unbind(1)]
 
 
 def test_casts_the_rounded_result():
@@ -271,76 +187,17 @@ def test_backward_casts_the_rounded_gradients(shared):
     assert not any(x[case.used_k :].view(torch.uint8).any() for x in memory[1:])
 
 
-def test_opcheck_of_casts():
+def test_a_cast_needs_rows_of_a_multiple_of_16_numbers():
     case = bf16_case()
-    out, lse = case.fwd()
-    check_op("attention_fwd", *case.qkv, *case.settings(), make_cast())
-    gradients = [x.view(torch.uint8).fill_(0).view(E4M3) for x in column_slices(case)]
-    given = case.dout, *case.qkv, out, lse, *case.settings()
-    check_op("attention_bwd", *given, *gradients, make_cast(), make_cast())
-
-
-def test_cast_refusals():
-    case = bf16_case()
-    with pytest.raises(ValueError, match="attention_fwd: scale must be a power of two"):
-        ops.attention_fwd(*case.qkv, *case.settings(), make_cast(0.75))
     narrow = [x[..., :8].contiguous() for x in case.qkv]
     with pytest.raises(ValueError, match="fp8 needs rows of a multiple of 16 numbers, got 24"):
         ops.attention_fwd(*narrow, *case.settings(), make_cast())
-    given = case.dout, *case.qkv, *case.fwd(), *case.settings()
-    dq, dk, dv = column_slices(case)
-    apart = torch.zeros((len(dv), 16, H), dtype=torch.uint8).view(E4M3).transpose(1, 2)
-    sides = torch.zeros((len(dv), H * 16 + 8), dtype=torch.uint8).view(E4M3)
-    for gradients, message in (
-        ((dq, dk.bfloat16(), dv), "dk must be float8_e4m3fn, got bfloat16"),
-        ((dq[1:], dk, dv), r"dq must have shape \[13, 3, 16\], got \[12, 3, 16\]"),
-        ((dq, dk, apart), "dv must have adjacent heads, and rows at multiples of 16 numbers"),
-        ((dq, sides[:, : H * 16].unflatten(1, (H, 16)), dv), "dk must have adjacent heads, and"),
-    ):
-        with pytest.raises(ValueError, match=f"attention_bwd: {message}"):
-            ops.attention_bwd(*given, *gradients, make_cast(), make_cast())
-    with pytest.raises(ValueError, match="attention_bwd: scale must be a power of two"):
-        ops.attention_bwd(*given, dq, dk, dv, make_cast(), make_cast(0.75))
 
 
-@pytest.mark.parametrize(
-    ("index", "change", "message"),
-    [
-        (0, lambda q: q.flatten(1), r"q must have shape \[Tq, H, D\]"),
-        (1, lambda k: k[:, :2], r"k must have shape \[Tk, 3, 4\], got \[13, 2, 4\]"),
-        (2, lambda v: v[1:], r"v must have shape \[13, 3, 4\], got \[12, 3, 4\]"),
-        (1, lambda k: k.float(), "k must be float64, got float32"),
-        (0, lambda q: q.transpose(1, 2).contiguous().transpose(1, 2), "q must be contiguous in"),
-        (3, lambda cu: cu.long(), "cu_q must be int32, got int64"),
-        (4, lambda cu: cu[:-1], r"cu_k must have shape \[5\], got \[4\]"),
-        (5, lambda longest: -1, "max_q and max_k must be >= 0, got -1 and 6"),
-        (8, lambda scale: 0.0, "scale must be positive and finite, got 0.0"),
-        (8, lambda scale: math.nan, "scale must be positive and finite, got nan"),
-        (9, lambda d: d._replace(p=1.5), "p must be at least 0 and below 1, got 1.5"),
-        (9, lambda d: d._replace(rng=d.rng.int()), "rng must be int64, got int32"),
-        (10, lambda _: make_cast(), "q must be bfloat16, got float64"),
-    ],
-)
-def test_refusals(index, change, message):
-    case = Case(CROSS)
-    case.k, case.v = case.k[:13], case.v[:13]
-    arguments = [*case.qkv, *case.settings(), None]
-    arguments[index] = change(arguments[index])
-    with pytest.raises(ValueError, match=f"attention_fwd: {message}"):
-        ops.attention_fwd(*arguments)
-
-
-def test_backward_refusals():
+def test_backward_checks_boundaries():
     case = Case(CROSS)
     out, lse = case.fwd()
-    with pytest.raises(ValueError, match=r"attention_bwd: lse must have shape \[14, 3\]"):
-        case.bwd(out, lse[1:])
-    with pytest.raises(ValueError, match=r"attention_bwd: dk must have shape \[14, 3, 4\]"):
-        case.bwd(out, lse, (case.q, case.k[1:], case.v))
-    given = case.dout, *case.qkv, out, lse, *case.settings(), *case.qkv
-    with pytest.raises(ValueError, match="give both q_cast and k_cast, or neither"):
-        ops.attention_bwd(*given, k_cast=make_cast())
-    case.cu_k[1] = 15
+    case.cu_k[1] = 16
     with pytest.raises(ValueError, match="attention_bwd: cu_k must ascend"):
         case.bwd(out, lse)
 
@@ -348,10 +205,8 @@ def test_backward_refusals():
 @pytest.mark.parametrize(
     ("index", "boundaries", "message"),
     [
-        (3, [0, 5, 4, 9, 14], r"cu_q must ascend within \[0, 14\], sentence 1 is rows 5 to 4"),
-        (4, [0, 5, 9, 13, 15], r"cu_k must ascend within \[0, 14\], sentence 3 is rows 13 to 15"),
-        (4, [-1, 5, 9, 13, 14], "cu_k must begin with 0, begins with -1"),
-        (3, [1, 5, 9, 13, 14], "cu_q must begin with 0, begins with 1"),
+        (3, [0, 5, 4, 9, 14], r"cu_q must ascend within \[0, 16\], sentence 1 is rows 5 to 4"),
+        (4, [0, 5, 9, 13, 16], r"cu_k must ascend within \[0, 15\], sentence 3 is rows 13 to 16"),
         (3, [0, 2, 8, 9, 14], "max_q is 5, but sentence 1 of cu_q has 6 rows"),
         (4, [0, 2, 5, 6, 14], "max_k is 6, but sentence 3 of cu_k has 8 rows"),
     ],

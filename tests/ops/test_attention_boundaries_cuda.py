@@ -15,8 +15,6 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.base import library
 from lightseq_fairseq.memory.packing import Segments
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize(
     ("changed", "message"),

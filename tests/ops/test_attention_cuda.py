@@ -16,16 +16,9 @@ from helpers.attention_cases import (
     poison,
     same,
 )
-from helpers.ops_testing import check_op, make_cast, make_rng, skip_without_fp8
+from helpers.ops_testing import make_cast, make_rng, skip_without_fp8
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.base import library
-
-pytestmark = pytest.mark.gpu
-
-
-def test_kernels_are_loaded():
-    assert {"attention_fwd", "attention_bwd"} <= set(library.load().kernels)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -122,17 +115,6 @@ def test_same_bits_again_in_casts():
 
     first = run()
     assert same(first, run()) and same(first, run())
-
-
-def test_opcheck_of_casts():
-    skip_without_fp8()
-    case, cast = Case(([5, 3], None), torch.bfloat16, True, heads=2, width=16), make_cast
-    case.q, case.k, case.v, case.dout = (x.nan_to_num(0.0) for x in (*case.qkv, case.dout))
-    check_op("attention_fwd", *case.qkv, *case.settings(), cast(device="cuda"))
-    out, lse, *_ = case.kernel()
-    memory = [x.view(torch.uint8).fill_(0).view(x.dtype) for x in column_slices(case)]
-    given = case.dout, *case.qkv, out, lse, *case.settings()
-    check_op("attention_bwd", *given, *memory, cast(device="cuda"), cast(device="cuda"))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -9,8 +9,6 @@ from helpers.attention_cases import FLOATS, Case, check, like, same
 
 from lightseq_fairseq import ops
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [40, 64, 72, 80, 96, 128])

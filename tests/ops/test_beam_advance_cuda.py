@@ -8,8 +8,6 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 
-pytestmark = pytest.mark.gpu
-
 EOS, V, MAX_LEN = 2, 40, 68
 INF = torch.inf
 

@@ -7,7 +7,6 @@ import torch
 from helpers.ops_testing import (
     assert_as_good_as,
     check_gradients,
-    check_op,
     leaf,
     make_rng,
     poisoned,
@@ -124,31 +123,6 @@ def test_inputs_are_not_written():
         bwd(dy, x, None, activation, 0.0, None)
         bwd(dy, x, bias, activation, 0.3, poisoned(F))
     assert all(torch.equal(t, c) for t, c in zip((x, bias, dy), copies, strict=True))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_opcheck(activation, p):
-    x, bias = inputs()
-    check_op("bias_activation_dropout_fwd", x, bias, activation, dropout(p))
-    check_op("bias_activation_dropout_fwd", x, None, activation, dropout(p))
-    arguments = (x, bias, activation, dropout(p))
-    check_op("bias_activation_dropout_bwd", torch.ones_like(x), *arguments, bias.clone(), True)
-    check_op("bias_activation_dropout_bwd", torch.ones_like(x), *arguments, None, False)
-
-
-def test_refusals():
-    x, bias = inputs(torch.float32)
-    with pytest.raises(ValueError, match=r"activation must be one of .*, got 'swish'"):
-        fwd(x, bias, "swish", 0.0)
-    with pytest.raises(ValueError, match=r"dropout_fwd: bias must have shape \[9\]"):
-        fwd(x, bias[:3], "relu", 0.0)
-    with pytest.raises(ValueError, match=r"x must be contiguous in its last dimension"):
-        fwd(x.t().contiguous().t(), bias, "relu", 0.0)
-    with pytest.raises(ValueError, match=r"bwd: dy must have shape \[6, 9\], got \[6, 8\]"):
-        bwd(x[:, :8], x, bias, "relu", 0.0, None)
-    with pytest.raises(ValueError, match=r"bwd: dbias must have shape \[9\], got \[6, 9\]"):
-        bwd(x, x, bias, "relu", 0.0, x)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_accurate"])

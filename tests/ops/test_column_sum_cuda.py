@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 
-pytestmark = pytest.mark.gpu
-
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 Sum = tuple[str, int, int]  # op, rows, columns
 # Incomplete blocks; more than a launch holds (72 sums); more than is kept (16 MB).

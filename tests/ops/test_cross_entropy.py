@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.ops_testing import assert_as_good_as, check_gradients, check_op, leaf
+from helpers.ops_testing import assert_as_good_as, check_gradients, leaf
 
 from lightseq_fairseq import ops
 
@@ -164,42 +164,7 @@ def test_empty():
     ops.cross_entropy_bwd(outputs[0], logits, target, outputs[2], 0.1, PAD)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("accuracy", [True, False])
-def test_opcheck(smoothing, accuracy):
-    logits, target = inputs()
-    check_op("cross_entropy_fwd", logits, target, smoothing, PAD, accuracy)
-    lse = ops.cross_entropy_fwd(logits, target, smoothing, PAD, accuracy)[2]
-    check_op("cross_entropy_bwd", torch.ones(T), logits, target, lse, smoothing, PAD)
-    check_op("cross_entropy_fwd_bwd", torch.ones(T), logits, target, smoothing, PAD, accuracy)
-
-
-def test_refusals():
+def test_one_class_is_refused():
     logits, target = inputs(torch.float32)
-    with pytest.raises(ValueError, match=r"cross_entropy_fwd: target must have shape \[9\]"):
-        ops.cross_entropy_fwd(logits, target[1:], 0.1, PAD, False)
-    with pytest.raises(ValueError, match="target must be int32 or int64, got float32"):
-        ops.cross_entropy_fwd(logits, target.float(), 0.1, PAD, False)
-    with pytest.raises(ValueError, match=r"smoothing must be at least 0 and below 1, got 1.0"):
-        ops.cross_entropy_fwd(logits, target, 1.0, PAD, False)
-    with pytest.raises(ValueError, match="logits must be contiguous in its last dimension"):
-        ops.cross_entropy_fwd(logits.t().contiguous().t(), target, 0.1, PAD, False)
     with pytest.raises(ValueError, match="logits must have at least 2 classes, got 1"):
         ops.cross_entropy_fwd(logits[:, :1], target, 0.1, PAD, False)
-    with pytest.raises(ValueError, match="cross_entropy_bwd: lse must be float32, got float64"):
-        lse = torch.zeros(T, dtype=torch.float64)
-        ops.cross_entropy_bwd(torch.ones(T), logits, target, lse, 0.1, PAD)
-    with pytest.raises(ValueError, match=r"cross_entropy_fwd_bwd: dloss must have shape \[9\]"):
-        ops.cross_entropy_fwd_bwd(torch.ones(2), logits, target, 0.1, PAD, False)
-
-
-def test_targets_are_checked(monkeypatch):
-    monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
-    logits, target = inputs()
-    lse = ops.cross_entropy_fwd(logits, target, 0.1, PAD, False)[2]
-    target[2] = V
-    with pytest.raises(ValueError, match=r"cross_entropy_fwd: target must be in \[0, V\) .* got 7"):
-        ops.cross_entropy_fwd(logits, target, 0.1, PAD, False)
-    target[5] = -1
-    with pytest.raises(ValueError, match=r"cross_entropy_bwd: target must be .* got -1"):
-        ops.cross_entropy_bwd(torch.ones(T), logits, target, lse, 0.1, PAD)

@@ -8,8 +8,6 @@ from helpers.decode_attention_cases import FLOATS, Source, check, largest, lengt
 
 from lightseq_fairseq import ops
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("beam", [1, 4, 5, 8, 12, 32])

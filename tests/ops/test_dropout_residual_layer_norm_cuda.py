@@ -12,7 +12,6 @@ import torch
 from helpers.ops_testing import (
     assert_kernel_as_good_as,
     assert_replays_draw_anew,
-    check_op,
     leaf,
     make_cast,
     on_gpu,
@@ -23,12 +22,10 @@ from helpers.ops_testing import make_rng as rng_on
 from torch.nn import functional
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.base import library
 from lightseq_fairseq.ops.casting import E4M3, quantise
 
 make_rng = functools.partial(rng_on, device="cuda")
 
-pytestmark = pytest.mark.gpu
 
 SITE, EPS = 6, 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -142,11 +139,6 @@ class Sublayer:
         torch.autograd.backward([o for o, _ in pairs], [g.to(dtype) for _, g in pairs])
         grads = [leaves[name].grad for name in ("x", "residual", "gamma", "beta", "bias")]
         return [total.detach(), None if y is None else y.detach(), *grads]
-
-
-def test_kernels_are_loaded():
-    names = {"dropout_residual_layer_norm_fwd", "dropout_residual_layer_norm_bwd"}
-    assert names <= set(library.load().kernels)
 
 
 def check_sublayer(layer, dtype, which="both"):
@@ -443,18 +435,6 @@ def test_not_a_number_stays_visible_in_casts():
     values, _, *sums, transpose = layer.backward(outputs)
     assert (values[3] == 0x7F).all() and values[5, 7] == 0x7F and transpose[7, 5] == 0x7F
     assert all(x.isnan().any() for x in sums)
-
-
-def test_opcheck_of_casts():
-    layer = Sublayer(9, 48, torch.bfloat16, p=0.3, is_cast=True)
-    chosen = layer.chosen(layer.tensors)
-    check_op("dropout_residual_layer_norm_fwd", *chosen, dropout(0.3), EPS, True, layer.cast)
-    total, _, mean, rstd, *_ = layer.forward()
-    sums = [torch.zeros_like(chosen[3]) for _ in range(3)]
-    check_op(
-        "dropout_residual_layer_norm_bwd", layer.dy, layer.dsum, total, chosen[3], mean, rstd,
-        dropout(0.3), *sums, True, layer.cast,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 from helpers.ops_testing import (
     assert_cast_of,
     assert_kernel_as_good_as,
-    check_op,
     leaf,
     make_cast,
     poison_cache,
@@ -21,11 +20,9 @@ from helpers.ops_testing import make_rng as rng_on
 from torch.nn import functional
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.base import library
 
 make_rng = functools.partial(rng_on, device="cuda")
 
-pytestmark = pytest.mark.gpu
 
 PAD, SCALE, SITE, EPS = 1, 2.5, 4, 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -116,11 +113,6 @@ class Batch:
         return y.detach(), x.grad, gamma.grad, beta.grad
 
 
-def test_kernels_are_loaded():
-    names = {f"embedding{norm}_{way}" for norm in ("", "_layer_norm") for way in ("fwd", "bwd")}
-    assert names <= set(library.load().kernels)
-
-
 # (tokens, vocabulary, positions, width): one token; widths that are no power of two, or wider than
 # one warp; segments of every length up to half of the tokens; more tokens than warps load at a
 # time.
@@ -182,18 +174,6 @@ def check_cast(batch, p, has_norm):
     torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
     assert nothing.numel() == 0
     assert_cast_of(plain[0], [values], cast)
-
-
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_opcheck_of_casts(has_norm):
-    skip_without_fp8()
-    batch = Batch(21, 50, 31, 48, torch.bfloat16)
-    tables = batch.tokens, batch.weight, batch.positions, batch.position_weight
-    settings = SCALE, dropout(0.1)
-    if has_norm:
-        tables, settings = (*tables, batch.gamma, batch.beta), (*settings, EPS)
-    name = "embedding_layer_norm_fwd" if has_norm else "embedding_fwd"
-    check_op(name, *tables, *settings, make_cast(device="cuda"))
 
 
 # Every width of a team of threads, in part and whole; blocks with teams that have no row.

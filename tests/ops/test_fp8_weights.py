@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ops_testing import adam_arguments, check_op, spaced
+from helpers.ops_testing import adam_arguments, spaced
 from torch import Tensor
 
 from lightseq_fairseq import ops
@@ -100,41 +100,18 @@ def test_scales_may_be_apart():
     assert_same(ours, expected)
 
 
-def test_opcheck():
-    check_op("fp8_weights", make_weights(), make_cast())
-    check_op("adam_step", *adam_arguments(make_weights()).values(), make_cast())
-
-
-def test_refusals():
-    for name, wrong, sentence in (
-        ("tiles", torch.zeros(3, 4).int(), r"tiles must have shape \[B, 8\]"),
-        ("tiles", make_cast().tiles.long(), "tiles must be int32"),
-        ("amax", torch.ones(2), r"amax must have shape \[5\]"),
-        ("transposes", torch.zeros(16).to(E4M3), r"transposes must have shape \[7168\]"),
-        ("saturated", torch.zeros(10, dtype=torch.int64)[::2], "saturated must be contiguous"),
-        ("scale", torch.tensor([1.0, 3.0, 1.0, 1.0, 1.0]), "scale must be powers of two"),
-        ("tiles", make_cast().tiles - 2, "do not fit"),
-        ("tiles", fp8_tiles(MATRICES, COUNT + 4), "do not fit weights with 12001 elements"),
-        ("tiles", fp8_tiles([Matrix(0, 7168, 16, 16)], 0), "do not fit values with 7168"),
-        ("tiles", fp8_tiles([Matrix(0, 0, 16, 16)] * 6, 0), "do not fit scale with 5 elements"),
-    ):
-        with pytest.raises(ValueError, match=f"fp8_weights: .*{sentence}"):
-            ops.fp8_weights(make_weights(), make_cast()._replace(**{name: wrong}))
-    with pytest.raises(ValueError, match="fp8_weights: weights must be bfloat16, got float32"):
-        ops.fp8_weights(torch.zeros(COUNT), make_cast())
-
-
-def test_refusals_of_adam():
-    cast = make_cast()
-    for change, sentence in (
-        ({"param": torch.zeros(COUNT)}, "param must be int16, got float32"),
-        ({"grad": torch.zeros(COUNT)}, "grad must be bfloat16, got float32"),
-        ({"cast": cast._replace(scale=torch.ones(5) * 3)}, "scale must be powers of two"),
-        ({"cast": cast._replace(tiles=cast.tiles[1:])}, "the tiles cover 11872 of 12000 param"),
-    ):
-        given = {**adam_arguments(make_weights()), "cast": cast, **change}
-        with pytest.raises(ValueError, match=f"adam_step: {sentence}"):
-            ops.adam_step(**given)
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [
+        (make_cast().tiles - 2, "do not fit"),
+        (fp8_tiles(MATRICES, COUNT + 4), "do not fit weights with 12001 elements"),
+        (fp8_tiles([Matrix(0, 7168, 16, 16)], 0), "do not fit values with 7168"),
+        (fp8_tiles([Matrix(0, 0, 16, 16)] * 6, 0), "do not fit scale with 5 elements"),
+    ],
+)
+def test_tiles_of_other_weights_are_refused(tiles, message):
+    with pytest.raises(ValueError, match=f"fp8_weights: .*{message}"):
+        ops.fp8_weights(make_weights(), make_cast()._replace(tiles=tiles))
 
 
 @pytest.mark.parametrize("change", [(2, 0, 0, 0), (0, 8, 0, 0), (0, 0, 8, 0), (0, 0, 0, 8)])

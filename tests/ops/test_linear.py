@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.fp8_operands import numbers, parts, quantised, widened, with_nan
+from helpers.fp8_operands import numbers, quantised, widened, with_nan
 from helpers.ops_testing import (
     assert_as_good_as,
     check_gradients,
-    check_op,
     leaf,
-    make_rng,
     poisoned,
 )
 from torch import Tensor
@@ -197,67 +195,10 @@ def test_empty(kind):
     assert dweight.eq(0).all() and (dbias is None or dbias.eq(0).all())
 
 
-@KINDS
-@pytest.mark.parametrize("accumulate", [True, False])
-def test_opcheck(accumulate, kind):
-    x, weight, bias, dy = inputs(kind)
-    product = parts(x), parts(weight)
-    check_op("linear_fwd", *product, bias, kind != E4M3)
-    check_op("linear_fwd", *product, None, False)
-    dweight, onto = torch.ones(N, K).to(bias.dtype), torch.ones(T, K).to(bias.dtype)
-    dbias = None if kind == E4M3 else bias
-    check_op("linear_bwd", parts(dy), *product, dweight, dbias, None, accumulate, True)
-    check_op("linear_bwd", parts(dy), *product, None, None, onto, accumulate, False)
-
-
-def test_refusals():
-    x, weight, bias, dy = inputs(F32)
-    with pytest.raises(ValueError, match=r"linear_fwd: weight must have shape \[N, 48\]"):
-        ops.linear_fwd(x, weight.t().contiguous(), bias)
-    with pytest.raises(ValueError, match=r"linear_fwd: x must have shape \[T, K\]"):
-        ops.linear_fwd(x[None], weight, bias)
-    with pytest.raises(ValueError, match="linear_fwd: weight must be float32, got float16"):
-        ops.linear_fwd(x, weight.half(), bias)
-    with pytest.raises(ValueError, match=r"linear_fwd: bias must have shape \[32\], got \[5\]"):
-        ops.linear_fwd(x, weight, bias[:5])
-    with pytest.raises(ValueError, match=r"linear_fwd: x must be float16 or .*, got int64"):
-        ops.linear_fwd(make_rng()[None], weight, bias)
-    with pytest.raises(ValueError, match="linear_bwd: dy must be contiguous in its last dimension"):
-        ops.linear_bwd(dy.t().contiguous().t(), x, weight, None, None, False, True)
-    with pytest.raises(ValueError, match=r"linear_bwd: dweight must have shape \[32, 48\]"):
-        ops.linear_bwd(dy, x, weight, dy, None, False, True)
-
-
 def test_refusals_in_fp8():
     x, weight, bias, dy = inputs(E4M3)
-    with pytest.raises(ValueError, match="x_values must be float8_e4m3fn, got bfloat16"):
-        ops.linear_fwd(x._replace(values=x.values.to(BF16)), weight, None)
-    with pytest.raises(
-        ValueError, match=r"weight_values must have shape \[N, 48\], got \[48, 32\]"
-    ):
-        ops.linear_fwd(x, weight.t(), None)
-    with pytest.raises(ValueError, match="rows of a multiple of 16 numbers, got 40"):
-        ops.linear_fwd(*(t._replace(values=t.values[:, :40]) for t in (x, weight)), None)
-    with pytest.raises(ValueError, match="rows of a multiple of 16 numbers, got 20"):
-        ops.linear_fwd(x, weight._replace(values=weight.values[:20]), None)
-    with pytest.raises(ValueError, match="weight_scale must be a power of two"):
-        ops.linear_fwd(x, weight._replace(scale=weight.scale * 3), None)
-    with pytest.raises(ValueError, match="bias must be bfloat16, got float32"):
-        ops.linear_fwd(x, weight, bias.float())
-    with pytest.raises(ValueError, match="linear_fwd: relu must be False in fp8"):
-        ops.linear_fwd(x, weight, bias, relu=True)
     for mixed in ((numbers(x), weight), (x, numbers(weight)), (x, weight.values)):
         with pytest.raises(ValueError, match="either all operands are Quantised or none"):
             ops.linear_fwd(*mixed, None)
-    with pytest.raises(ValueError, match=r"dweight must have shape \[32, 48\], got \[48, 32\]"):
-        ops.linear_bwd(dy, x, weight, torch.ones(K, N), None, False, True)
     with pytest.raises(ValueError, match="dbias must be None in fp8"):
         ops.linear_bwd(dy, x, weight, None, bias, False, True)
-    for name, wrong in {
-        "dy_transpose": (dy._replace(transpose=dy.transpose[:, :16]), x, weight),
-        "x_transpose": (dy, x._replace(transpose=x.transpose[:, :16]), weight),
-    }.items():
-        with pytest.raises(ValueError, match=rf"bwd: {name} must have shape \[.*, 32\]"):
-            ops.linear_bwd(*wrong, None, None, False, True)
-    with pytest.raises(ValueError, match="linear_bwd: weight_transpose must be a tensor, got None"):
-        ops.linear_bwd(dy, x, weight._replace(transpose=None), None, None, False, True)

@@ -24,8 +24,6 @@ from torch.nn import functional
 
 from lightseq_fairseq import ops
 
-pytestmark = pytest.mark.gpu
-
 MOST = 16  # most rows of the kernel; larger GEMMs use cuBLASLt
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 # Inputs and outputs: one tile; an incomplete chunk of inputs; blocks of one to four tiles; more

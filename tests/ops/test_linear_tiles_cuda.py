@@ -27,8 +27,6 @@ from torch.nn import functional
 from lightseq_fairseq import ops
 from lightseq_fairseq.base import library
 
-pytestmark = pytest.mark.gpu
-
 # bytes of shared memory that a block of each tile needs
 SHARED = {1: 128 << 10, 2: 192 << 10, 3: 192 << 10}
 # Bytes that a block can use on GPUs of other compute capabilities, as in csrc/common/device.h.

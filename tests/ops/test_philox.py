@@ -1,13 +1,56 @@
 """Dropout's random bits: known answers of the generator, what the mask depends on, its
-statistics."""
+statistics. The kernel's code draws them too, on the host if nvcc is installed."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
-from helpers.ops_testing import check_op, make_rng
+from helpers.ops_testing import make_rng
 
 from lightseq_fairseq import ops
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+
+# The device functions can also be compiled for the host. argv: seed, micro-batch, site, p, columns,
+# rows...
+HOST_PROGRAM = r"""
+#include <cstdio>
+#include <cstdlib>
+#include "common/philox.cuh"
+int main(int argc, char** argv) {
+  const int64_t rng[2] = {std::atoll(argv[1]), std::atoll(argv[2])};
+  const lightseq::Dropout dropout{rng, static_cast<uint32_t>(std::atoll(argv[3])),
+                                  lightseq::Dropout::threshold_of(std::atof(argv[4]))};
+  const int64_t columns = std::atoll(argv[5]);
+  for (int i = 6; i < argc; ++i) {
+    for (int64_t c = 0; c < columns; ++c) {
+      const uint32_t bits = lightseq::keep_bits(dropout, std::atoll(argv[i]), c / 8);
+      std::putchar(bits >> (c % 8) & 1u ? '1' : '0');
+    }
+  }
+  const lightseq::AttentionDropout attention(dropout);
+  for (int i = 6; i < argc; ++i) {
+    for (int64_t c = 0; c < columns; ++c) {
+      const uint32_t word = attention.keep_word(std::atoll(argv[i]), c / 32);
+      std::putchar(word >> (c % 32) & 1u ? '1' : '0');
+    }
+  }
+}
+"""
+
+CASES = [
+    (0, 0, 0, 0.1),
+    (0x0123_4567_89AB_CDEF, 123456, 37, 0.5),
+    (-5, 2**32 + 7, 2**31, 0.3),
+    (1, 2, 3, 0.0),
+    (1, 2, 3, 0.999999),  # rounds to 1
+    (11, 5, 2, 0.5 / 65536),  # half-way between two thresholds
+    (11, 5, 2, 1.5 / 65536),
+]
 
 
 def philox_4x32(counter: tuple[int, ...], key: tuple[int, int], rounds: int) -> tuple[int, ...]:
@@ -154,20 +197,28 @@ def test_small_shapes(rows, columns):
     assert mask.shape == (rows, columns) and mask.dtype == torch.bool
 
 
-def test_opcheck():
-    check_op("dropout_mask", make_rng(), 3, 5, 20, 0.25)
+@pytest.fixture(scope="module")
+def host_program(tmp_path_factory):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not on the PATH")
+    folder = tmp_path_factory.mktemp("philox")
+    (folder / "main.cu").write_text(HOST_PROGRAM)
+    program = folder / "main"
+    subprocess.run(
+        [nvcc, "-std=c++17", f"-I{CSRC}", str(folder / "main.cu"), "-o", str(program)], check=True
+    )
+    return program
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.zeros(2), 0, 4, 4, 0.1), "rng must be int64, got float32"),
-        ((torch.zeros(3, dtype=torch.int64), 0, 4, 4, 0.1), r"rng must have shape \[2\]"),
-        ((torch.arange(4)[::2], 0, 4, 4, 0.1), "rng must be contiguous, its stride is 2"),
-        ((make_rng(), 0, 4, 4, 1.0), "p must be at least 0 and below 1, got 1.0"),
-        ((make_rng(), 0, -1, 4, 0.1), "rows and columns must be >= 0, got -1 and 4"),
-    ],
-)
-def test_refusals(arguments, message):
-    with pytest.raises(ValueError, match=f"dropout_mask: {message}"):
-        ops.dropout_mask(*arguments)
+@pytest.mark.parametrize(("seed", "micro_batch", "site", "p"), CASES)
+def test_source_draws_the_reference_bits(host_program, seed, micro_batch, site, p):
+    rows, columns = [0, 1, 4095, 2**31 + 3, 2**32 + 9], 500
+    words = [seed, micro_batch, site, repr(p), columns, *rows]
+    answer = subprocess.run(
+        [str(host_program), *map(str, words)], capture_output=True, text=True, check=True
+    ).stdout
+    drawn = torch.tensor([c == "1" for c in answer]).view(2, len(rows), columns)
+    arguments = make_rng(seed, micro_batch), site, torch.tensor(rows), columns, p
+    assert torch.equal(drawn[0], ops.keep_mask(*arguments))
+    assert torch.equal(drawn[1], ops.attention_keep_mask(*arguments))

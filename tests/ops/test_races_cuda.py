@@ -21,8 +21,6 @@ from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 from lightseq_fairseq.ops.linear_activation import store_slope
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
 
-pytestmark = pytest.mark.gpu
-
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 DTYPES_AND_CAST = pytest.mark.parametrize(

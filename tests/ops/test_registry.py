@@ -3,16 +3,21 @@ GPU."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain, combinations_with_replacement, repeat
 from typing import Any
 
 import pytest
 import torch
-from helpers.ops_testing import flat, make_rng, poisoned
+from helpers.ops_testing import check_op, flat, make_rng, poisoned, skip_without_fp8
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.base import library
 from lightseq_fairseq.ops.checks import trust_boundaries
 from lightseq_fairseq.ops.fp8_weights import Matrix, fp8_tiles
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
@@ -27,7 +32,8 @@ def randn(*shape: int) -> Tensor:
 
 
 def tokens(size: int) -> Tensor:
-    return torch.randint(0, size, (T,))
+    """Indices, the first and the last row among them."""
+    return torch.cat((torch.randint(0, size, (T - 2,)), torch.tensor([0, size - 1])))
 
 
 def dropout() -> ops.Dropout:
@@ -118,6 +124,13 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(randn(T, C), randn(T, C), randn(T, C), randn(C), randn(T), randn(T).abs()),
         *(dropout(), randn(C), randn(C), randn(C), True),
     ),
+    "dropout_residual_layer_norm_fwd without norm": lambda: (
+        *(randn(T, C), None, randn(T, C), None, None, dropout(), 1e-5),
+    ),
+    "dropout_residual_layer_norm_bwd without norm": lambda: (
+        *(None, randn(T, C), randn(T, C), None, randn(0), randn(0), dropout()),
+        *(None, None, randn(C), False),
+    ),
     "dropout_residual_layer_norm_fwd cast": lambda: (
         *(bf16(T, 16), bf16(16), bf16(T, 16), bf16(16), bf16(16), dropout(), 1e-5),
         *(False, of_cast()),
@@ -143,8 +156,15 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(quantised(T, 16), quantised(T, 32), quantised(16, 32), None, P),
         *(randn(16, 32).float(), randn(32).float(), True, None, of_cast()),
     ),
+    "activation_linear_bwd slope and cast": lambda: (
+        *(quantised(T, 16), quantised(T, 32), quantised(16, 32)),
+        *(torch.randint(0, 255, (T, 32)).to(torch.uint8), P),
+        *(randn(16, 32).float(), randn(32).float(), True, None, of_cast()),
+    ),
     "fp8_quantise": lambda: (randn(T, 16).float(), of_cast(), randn(16).float(), True),
+    "fp8_quantise no rows": lambda: (bf16(0, 16), of_cast()),
     "fp8_transpose": lambda: (bf16(T, 16), scale()),
+    "fp8_transpose fp8": lambda: (fp8(T, 16), scale(), randn(16).float(), True),
     "fp8_scales": lambda: (
         *(torch.full((V,), 2.0**-8), randn(V).abs().float(), randn(16, V).abs().float()),
         *(torch.tensor(0.0, dtype=torch.float64), False),
@@ -213,9 +233,12 @@ def op_of(name: str) -> Callable[..., Any]:
 
 def results(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     """The results of the op, and its arguments afterwards, because it writes to some of them."""
-    outputs = op_of(name)(*arguments)
-    outputs = () if outputs is None else (outputs,) if isinstance(outputs, Tensor) else outputs
-    return [x for x in (*outputs, *flat(arguments)) if isinstance(x, Tensor)]
+    return tensors(op_of(name)(*arguments), flat(arguments))
+
+
+def tensors(outputs: Any, arguments: list[Any]) -> list[Tensor]:
+    found = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [x for x in (*found, *arguments) if isinstance(x, Tensor)]
 
 
 def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
@@ -239,6 +262,19 @@ def in_float32(name: str, arguments: tuple[Any, ...], device: str) -> tuple[Any,
         return trust_boundaries(there, 8, 5) if x is CU else there
 
     return tuple(moved(*each) for each in enumerate(arguments))
+
+
+def of_schema(name: str, arguments: tuple[Any, ...]) -> list[Any]:
+    """The arguments as torch's op takes them: those of a group in its place, and a Tensor in the
+    place of a group as the first of these."""
+    given = inspect.signature(op_of(name)).bind(*arguments)
+    given.apply_defaults()
+    values = {
+        parameter: iter(x) if isinstance(x, tuple) else chain([x], repeat(None))
+        for parameter, x in given.arguments.items()
+    }
+    names = [x.name for x in getattr(torch.ops.lightseq, name.split()[0]).default._schema.arguments]
+    return [next(values[x if x in values else x.rpartition("_")[0]]) for x in names]
 
 
 def test_every_op_is_covered_and_exported():
@@ -292,27 +328,88 @@ def test_public_functions_take_what_the_schemas_name(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in ARGUMENTS
-        if any(isinstance(x, tuple) for x in ARGUMENTS[name]())
-        and name.split()[0] != "linear_bwd"  # takes its arguments in another order
-    ],
+    "name", [name for name in ARGUMENTS if any(isinstance(x, tuple) for x in ARGUMENTS[name]())]
 )
 def test_ops_take_the_arguments_of_a_group_in_its_place(name):
-    """And a Tensor in the place of a group as the first of these."""
-    op = getattr(torch.ops.lightseq, op_of(name).__name__)
-    names = {x.name for x in op.default._schema.arguments}
-    arguments = flat(
-        (x, None, None) if isinstance(x, Tensor) and f"{parameter}_values" in names else x
-        for parameter, x in zip(inspect.signature(op_of(name)).parameters, arguments_of(name))
-    )
-    expected = results(name, arguments_of(name))
-    outputs = op(*arguments)
-    outputs = () if outputs is None else (outputs,) if isinstance(outputs, Tensor) else outputs
-    ours = [x for x in (*outputs, *arguments) if isinstance(x, Tensor)]
+    given = arguments_of(name)
+    expected = tensors(op_of(name)(*given), of_schema(name, given))
+    arguments = of_schema(name, arguments_of(name))
+    ours = tensors(getattr(torch.ops.lightseq, name.split()[0])(*arguments), arguments)
     assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
+
+
+def variants(name: str) -> Iterator[tuple[Any, ...]]:
+    """The arguments, and those with changes that the op may refuse: one of them is another, or one
+    or two of them are missing."""
+    arguments = arguments_of(name)
+    yield arguments
+    for place, x in enumerate(arguments):
+        others: list[Any] = [not x] if isinstance(x, bool) else []
+        if isinstance(x, str):
+            others = ["identity", "relu", "gelu_accurate"]
+        elif isinstance(x, float):
+            others = [0.0]
+        elif isinstance(x, ops.Dropout):
+            others = [x._replace(p=0.0)]
+        for other in others:
+            yield *arguments[:place], other, *arguments[place + 1 :]
+    parameters = inspect.signature(op_of(name)).parameters.values()
+    optional = [
+        i for i, (_, x) in enumerate(zip(arguments, parameters)) if "None" in str(x.annotation)
+    ]
+    for gone in combinations_with_replacement(optional, 2):
+        yield tuple(None if i in gone else x for i, x in enumerate(arguments))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_schema_and_shape_function_are_the_ops(name):
+    for number, arguments in enumerate(variants(name)):
+        try:
+            op_of(name)(*copy.deepcopy(arguments))
+        except ValueError:
+            assert number > 0
+        else:
+            check_op(name.split()[0], *of_schema(name, arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", [n for n in ARGUMENTS if n.startswith("fp8") or n.endswith("cast")]
+)
+def test_shape_functions_of_casts_on_a_gpu(name):
+    skip_without_fp8()
+    given = in_float32(name, arguments_of(name), "cuda")
+    check_op(name.split()[0], *of_schema(name, given))
+
+
+@pytest.mark.gpu
+def test_every_op_has_a_kernel():
+    assert not library.load().references
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("embedding_fwd", "cross_entropy_fwd", "attention_fwd", "decode_self_attention"),
+        *("decode_cross_attention", "fp8_quantise"),
+    ],
+)
+def test_checks_of_values_let_tensors_without_values_pass(name, asked, monkeypatch):
+    """So that shape functions can be called."""
+    monkeypatch.setenv("LIGHTSEQ_CHECK_INDICES", asked)
+    expected = results(name, arguments_of(name))
+    with FakeTensorMode() as mode:
+        fake = results(name, tree_map_only(Tensor, mode.from_tensor, arguments_of(name)))
+    meta = results(name, tree_map_only(Tensor, lambda x: x.to("meta"), arguments_of(name)))
+    assert [x.shape for x in fake] == [x.shape for x in meta] == [x.shape for x in expected]
+
+    def call(*arguments):
+        return tensors(op_of(name)(*arguments), [])
+
+    ours = torch.compile(call, backend="eager", fullgraph=True)(*arguments_of(name))
+    torch.compiler.reset()
+    assert ours and all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -15,8 +15,6 @@ from torch.nn import functional
 from lightseq_fairseq import ops
 from lightseq_fairseq.ops.linear_activation import read_slope
 
-pytestmark = pytest.mark.gpu
-
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 
 

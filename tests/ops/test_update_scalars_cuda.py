@@ -11,8 +11,6 @@ from helpers.update_scalars_cases import SEED, given, start
 from lightseq_fairseq import ops
 from lightseq_fairseq.ops.update_scalars import State
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
