@@ -144,7 +144,7 @@ class MultiheadAttention(nn.Module):
     def cross_weights(self, x: Tensor, memory: Tensor, queries: Segments, keys: Segments) -> Tensor:
         """Attention weights of the queries x [T, C] over ``memory`` [T_src, 2 * C], before dropout.
 
-        For alignments: ``cross_attention`` never stores these weights. Returns float32
+        For alignments: the cross attention never stores these weights. Returns float32
         [H, B, L, S], indexed like the padded batches, zero at source pads; differentiable.
         """
         heads = self.num_heads

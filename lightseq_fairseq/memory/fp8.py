@@ -128,8 +128,9 @@ class Fp8State(NoFp8):
         UserError: a width is no multiple of 16.
 
     Attributes:
-        saturated: int64 [3, M], how many numbers beyond the largest of E4M3 were cast since.
-        cast: float64 0-dim, how many numbers were cast since.
+        saturated: int64 [3, M], how many numbers beyond the largest of E4M3 were cast since
+            the last update.
+        cast: float64 0-dim, how many numbers were cast since then.
     """
 
     is_on = True

@@ -2,7 +2,7 @@
 
 The host prefetches a packed batch on a separate stream and launches two graphs: forward and
 backward, one graph per bucket of shapes, and then the update. With several ranks, gradients are
-all-reduced while the first graph still runs (`training.exchange`). Everything that depends on a
+all-reduced while the first graph still runs (`step.exchange`). Everything that depends on a
 result (loss scale, clipping, skipped updates, learning rate, dropout counter) is decided on the
 device by `ops.update_scalars`. The values to log are copied back while later steps already run.
 
