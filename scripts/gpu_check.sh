@@ -95,8 +95,9 @@ mapfile -t files < <({
     grep -L 'mark\.alone' "${all[@]}"
     grep -l 'mark\.alone' "${all[@]}"
 } | xargs -d '\n' basename -s .py)
-# memcheck leaves out files whose tests run out of memory on purpose, measure time or train.
-unchecked="allocate|background|generation|model|parity|races|ranks|step|step_faults|step_memory"
+# memcheck leaves out files whose tests run out of memory on purpose, measure time, train or are
+# all marked large.
+unchecked="algorithm_table|allocate|background|generation|model|parity|races|ranks|step|step_faults|step_memory"
 # racecheck runs only test_races_cuda: most cuBLAS kernels, which other tests call, hang under it.
 sanitizer=$(command -v compute-sanitizer || true)
 checks=" ${CHECKS:-tests memcheck racecheck} "
