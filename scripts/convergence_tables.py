@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from statistics import mean, variance
 from typing import Any
 
-from .plots import FAIRSEQ, FAIRSEQ_PALE, OURS, OURS_PALE, Curves, Panel, gpus
+from .plots import FAIRSEQ, OURS, OURS_PALE, Curves, Panel, gpus
 from .sources import sourced_table
 
 Rows = list[dict[str, Any]]
@@ -19,7 +19,7 @@ MODELS = {
 # system -> its name, colour of its validation losses, and a paler colour of its training losses
 SYSTEMS = {
     "lightseq": ("`lightseq-train`", OURS, OURS_PALE),
-    "fairseq": ("fairseq, cuDNN attention off", FAIRSEQ, FAIRSEQ_PALE),
+    "fairseq": ("fairseq, cuDNN attention off", "#000000", FAIRSEQ),
 }
 
 
@@ -135,7 +135,8 @@ def _range(values: list[float], digits: int, unit: str = "") -> str:
 def convergence_plot(rows: Rows) -> Curves:
     """Return the plot of losses: t2t_big over updates; small over time, validation only.
 
-    Of a case with several numbers of updates, it shows the most.
+    The curves of one system form a bundle, as wide as seeds differ. Of a case with several numbers
+    of updates, it shows the most.
     """
     panels = []
     for case, systems in dict(cases(rows)).items():
@@ -144,7 +145,7 @@ def convergence_plot(rows: Rows) -> Curves:
             (in_words(system, kind), [(update if big else seconds, loss)
                                       for update, seconds, loss in row[f"{kind}_curve"]])
             for kind in (("train", "valid") if big else ("valid",))
-            for system, its in reversed(systems.items())  # ours on top
+            for system, its in systems.items()  # fairseq's, dashed, on top
             for row in its
         ]  # fmt: skip
         least = min(loss for _, points in curves for _, loss in points)
@@ -159,7 +160,9 @@ def convergence_plot(rows: Rows) -> Curves:
         for system, (_, *its) in SYSTEMS.items()
         for kind, colour in zip(("valid", "train"), its)
     }
-    return Curves(f"Losses on Multi30k, one curve for each seed, {gpus(rows)}", colours, panels)
+    dashed = [in_words("fairseq", kind) for kind in ("valid", "train")]
+    title = f"Losses on Multi30k, one curve for each seed, {gpus(rows)}"
+    return Curves(title, colours, panels, dashed)
 
 
 def in_words(system: str, kind: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightseq_fairseq.base.result_rows import table
 
-from .plots import FAIRSEQ, OTHERS, OURS, Bars, gpus
+from .plots import FAIRSEQ, OTHERS, OURS, Bars, colours_of, gpus, speed
 from .sources import sourced_table
 
 Rows = list[dict[str, Any]]
@@ -138,22 +138,22 @@ def _beside_fairseq(
 
 def generate_plot(rows: Rows) -> Bars:
     """Return the plot of sentences per second, in each case as a share of the fastest system's."""
-    groups = {}
+    panels: dict[str, dict[str, Any]] = {}
     for case, systems in cases(rows).items():
         fastest = max(row["sentences_per_s"] for row in systems.values())
-        groups[in_words(case, next(iter(systems.values())))] = {
+        model, size = in_words(case, next(iter(systems.values()))).split(", ", 1)
+        panels.setdefault(model, {})[size.removesuffix(", bf16")] = {
             SYSTEMS[system][0].strip("`"): (
                 row["sentences_per_s"] / fastest,
-                f"{row['sentences_per_s']:.0f}",
+                speed(row["sentences_per_s"]),
             )
             for system, row in systems.items()
         }
     return Bars(
-        title=f"Translation speed, {gpus(rows)}",
-        axis="share of the fastest system's; the numbers are sentences a second",
-        percent=True,
-        colours={name.strip("`"): colour for name, colour in SYSTEMS.values()},
-        groups=groups,
+        title=f"Translation speed, bf16, {gpus(rows)}",
+        axis="share of the fastest system's speed; the numbers are sentences a second",
+        colours=colours_of(panels, SYSTEMS.values()),
+        panels=panels,
     )
 
 

@@ -25,10 +25,17 @@ WORDS = {
     "fp8_weights": "fp8: cast of all weights",
     "fp8_adam_step": "fp8: Adam's update and cast of all weights",
     "fp8_": "fp8: ",
-    "(long)": "(long sentences)",
     "_fwd": ", forward",
     "_bwd": ", backward",
     "_": " ",
+}
+VARIANTS = {
+    "long": "long sentences",
+    "c": "1024 columns",
+    "f": "4096 columns",
+    "c.sums": "1024 columns and their sums",
+    "f.sums": "4096 columns and their sums",
+    "values.sums": "1024 cast columns and their sums",
 }
 
 
@@ -175,9 +182,8 @@ def op_plot(rows: Rows) -> Bars:
     return Bars(
         title=f"Memory-bound ops, {gpus(rows)}",
         axis="least bytes that an op has to move, in a second, as share of a plain copy",
-        percent=True,
         colours=dict(PLOTTED.values()),
-        groups=groups,
+        panels={"": groups},
     )
 
 
@@ -186,7 +192,7 @@ def in_words(op: str) -> str:
     op, _, variant = op.partition(".")
     if variant:
         name = op.removesuffix("_fwd").removesuffix("_bwd")
-        op = f"{name} ({variant}){op[len(name) :]}"
+        op = f"{name} ({VARIANTS.get(variant, variant)}){op[len(name) :]}"
     for name, words in WORDS.items():
         op = op.replace(name, words)
     return op

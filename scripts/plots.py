@@ -7,7 +7,7 @@ this content is, because its bytes also depend on the version of matplotlib.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,6 @@ LOOK: dict[str, Any] = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
-    "figure.titlesize": 11,
-    "figure.titleweight": "bold",
     "axes.spines.left": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -49,44 +47,56 @@ LOOK: dict[str, Any] = {
 WIDTH = 8.5  # inches
 BAR, GAP = 0.15, 0.12  # inches: height of a bar, gap between groups
 FEW = 30  # curves with fewer points get a mark at each point
+Groups = Mapping[str, Mapping[str, tuple[float, str]]]
 DESCRIPTION = ".//{http://purl.org/dc/elements/1.1/}description"
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Groups of horizontal bars.
+    """Groups of horizontal bars, in panels one below the other.
 
     Attributes:
         axis: label of the axis: the meaning of a bar's length.
-        percent: whether lengths are shares; otherwise they are shown in thousands.
         colours: colour of each system, in the order of the legend.
-        groups: name of a group -> system -> length of its bar and the text at its end.
+        panels: title of a panel -> name of a group -> system -> length of its bar, as a share, and
+            the text at its end.
     """
 
     title: str
     axis: str
-    percent: bool
     colours: Mapping[str, str]
-    groups: Mapping[str, Mapping[str, tuple[float, str]]]
+    panels: Mapping[str, Groups]
 
     def _draw(self, figure: Figure) -> None:
-        axes = figure.subplots()
+        heights = [
+            sum(BAR * len(bars) + GAP for bars in groups.values())
+            for groups in self.panels.values()
+        ]
+        figure.set_size_inches(WIDTH, sum(heights) + 0.4 * len(heights) + 1.2)
+        all_axes = figure.subplots(len(heights), 1, squeeze=False, sharex=True,
+                                   height_ratios=heights)[:, 0]  # fmt: skip
+        for axes, (title, groups) in zip(all_axes, self.panels.items()):
+            self._draw_panel(axes, groups)
+            axes.set_title(title, fontweight="bold")
+        all_axes[-1].set_xlabel(self.axis)
+        all_axes[-1].xaxis.set_major_formatter("{x:.0%}")
+
+    def _draw_panel(self, axes: Axes, groups: Groups) -> None:
         y, middles = 0.0, []
-        for bars in self.groups.values():
+        for bars in groups.values():
             middles.append(y + BAR * (len(bars) - 1) / 2)
             for name, (length, text) in bars.items():
                 axes.barh(y, length, BAR * 0.9, color=self.colours[name])
                 axes.annotate(text, (length, y), (3, 0), textcoords="offset points", va="center",
-                              fontsize=7, color="#444444")  # fmt: skip
+                              fontsize=8, color="#444444")  # fmt: skip
                 y += BAR
             y += GAP
-        axes.set_yticks(middles, list(self.groups))
+        axes.set_yticks(middles, list(groups))
         axes.set_ylim(y - GAP, -BAR)
+        longest = max(len(text) for bars in groups.values() for _, text in bars.values())
+        axes.set_xlim(0, 1.05 + 0.012 * longest)  # space for the text of the longest bar
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
         axes.grid(axis="y", visible=False)
-        axes.margins(x=0.08)  # space for the text of the longest bar
-        axes.set_xlabel(self.axis)
-        axes.xaxis.set_major_formatter("{x:.0%}" if self.percent else in_thousands)
-        figure.set_size_inches(WIDTH, y + 1.3)
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class Panel:
     Attributes:
         across, up: labels of the x axis and the y axis.
         limits: limits of the y axis.
-        curves: name (as in the legend) and points of each curve.
+        curves: name (as in the legend) and points of each curve; later ones are on top.
     """
 
     title: str
@@ -105,26 +115,33 @@ class Panel:
     limits: tuple[float, float]
     curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
 
-    def draw(self, axes: Axes, colours: Mapping[str, str]) -> None:
+    def draw(self, axes: Axes, colours: Mapping[str, str], dashed: Sequence[str]) -> None:
         for name, points in self.curves:
             mark = "." if len(points) < FEW else None
-            axes.plot(*zip(*points), color=colours[name], marker=mark, markersize=4)
+            look = {"ls": (0, (2, 2)), "lw": 0.8} if name in dashed else {}
+            axes.plot(*zip(*points), color=colours[name], marker=mark, markersize=4, **look)
         axes.set(title=self.title, xlabel=self.across, ylabel=self.up, ylim=self.limits)
         axes.set_xlim(left=0)
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Panels side by side. ``colours``: colour of each curve's name, in the legend's order."""
+    """Panels side by side.
+
+    Attributes:
+        colours: colour of each curve's name, in the legend's order.
+        dashed: names of curves that are thin and dashed, so that one sees the curves below them.
+    """
 
     title: str
     colours: Mapping[str, str]
     panels: Sequence[Panel]
+    dashed: Sequence[str] = ()
 
     def _draw(self, figure: Figure) -> None:
         figure.set_size_inches(WIDTH, 3.9)
         for axes, panel in zip(figure.subplots(1, len(self.panels), squeeze=False)[0], self.panels):
-            panel.draw(axes, self.colours)
+            panel.draw(axes, self.colours, self.dashed)
 
 
 @dataclass(frozen=True)
@@ -157,8 +174,18 @@ class Lanes:
 Picture = Bars | Curves | Lanes
 
 
-def in_thousands(x: float, _: int) -> str:
-    return f"{x / 1e3:.0f}k" if x else "0"
+def speed(per_second: float) -> str:
+    """Return a speed with three digits or so: "330k", "790", "3.2"."""
+    if per_second >= 10_000:
+        return f"{per_second / 1e3:.0f}k"
+    return f"{per_second:.1f}" if per_second < 10 else f"{per_second:.0f}"
+
+
+def colours_of(panels: Mapping[str, Groups], systems: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return name -> colour of the systems that a panel shows; ``systems``: names and colours."""
+    shown = {name for groups in panels.values() for bars in groups.values() for name in bars}
+    named = {name.replace("`", ""): colour for name, colour in systems}
+    return {name: colour for name, colour in named.items() if name in shown}
 
 
 def gpus(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -175,10 +202,13 @@ def draw(picture: Picture, path: Path) -> None:
     with rc_context(LOOK):
         figure = Figure(layout="constrained")
         picture._draw(figure)
-        figure.suptitle(picture.title, x=0.01, horizontalalignment="left")
         patches = [Patch(color=colour, label=name) for name, colour in picture.colours.items()]
-        columns = 2 if len(patches) == 4 else 3
-        figure.legend(handles=patches, loc="outside lower left", ncols=columns)
+        # Two columns: text is wider in viewers with other fonts.
+        legend = figure.legend(
+            handles=patches, loc="outside upper left", ncols=3 if len(patches) == 3 else 2,
+            title=picture.title, title_fontproperties={"size": 11, "weight": "bold"},
+        )  # fmt: skip
+        legend.set_alignment("left")
         described = {"Date": None, "Description": json.dumps(asdict(picture))}
         figure.savefig(path, format="svg", metadata=described)
 

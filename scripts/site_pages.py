@@ -28,7 +28,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for target in _TARGET.findall(page.read_text(encoding="utf-8"))
         if (path := (page.parent / target).resolve()).is_file() and path.suffix != ".md"
     }
-    for path in (*pages, *sorted(linked)):
+    for path in (*pages, *sorted(linked), ROOT / "docs/site.css"):
         uri = path.relative_to(ROOT).as_posix()
         files.append(File(uri, str(ROOT), config.site_dir, config.use_directory_urls))
     return files

@@ -30,13 +30,14 @@ from .generate_tables import (
     generate_text,
 )
 from .op_tables import OPS_PLOT, attention_table, op_plot, op_table
-from .overview_table import overview_table
+from .overview_table import OVERVIEW_PLOT, overview_plot, overview_table
 from .plots import Picture
 from .sources import machine, sourced_table
 from .train_tables import (
     TRAIN_PLOT,
     fp8_table,
     overlap_plot,
+    several_gpus_plot,
     train_by_case,
     train_plot,
     train_table,
@@ -131,6 +132,7 @@ def check_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 TRAIN, GENERATE = "scripts/results/train-h200.json", "scripts/results/generate-h200.json"
+GENERATE_TEXT = "scripts/results/generate-text-h200.json"
 TRANSLATION = "scripts/results/translation-h200.json"
 # name of a table -> its result files, and the function that makes the table from their rows
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
@@ -145,19 +147,21 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "fp8": ((TRAIN,), fp8_table),
     "generate": ((GENERATE,), generate_table),
     "generate_by_case": ((GENERATE,), generate_by_case),
-    "generate_text": (("scripts/results/generate-text-h200.json",), generate_text),
+    "generate_text": ((GENERATE_TEXT,), generate_text),
     "generate_features": (("scripts/results/generate-features-h200.json",), generate_features),
     "convergence": ((CONVERGENCE,), convergence_table),
     "precisions": (("scripts/results/precisions-h200.json",), precision_table),
     "translation": ((TRANSLATION,), translation_table),
     "gpu_check": (("scripts/results/gpu-check.json",), check_table),
 }
-PLOTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Picture | None]]] = {
-    OPS_PLOT: ("scripts/results/ops-h200.json", op_plot),
-    TRAIN_PLOT: (TRAIN, train_plot),
-    "docs/overlap.svg": (TRAIN, overlap_plot),
-    GENERATE_PLOT: (GENERATE, generate_plot),
-    "docs/convergence.svg": (CONVERGENCE, convergence_plot),
+PLOTS: dict[str, tuple[tuple[str, ...], Callable[..., Picture | None]]] = {
+    OVERVIEW_PLOT: ((TRAIN, GENERATE, GENERATE_TEXT), overview_plot),
+    OPS_PLOT: (("scripts/results/ops-h200.json",), op_plot),
+    TRAIN_PLOT: ((TRAIN,), train_plot),
+    "scripts/results/train-gpus-h200.svg": ((TRAIN,), several_gpus_plot),
+    "docs/overlap.svg": ((TRAIN,), overlap_plot),
+    GENERATE_PLOT: ((GENERATE,), generate_plot),
+    "docs/convergence.svg": ((CONVERGENCE,), convergence_plot),
 }
 
 
@@ -200,9 +204,9 @@ def main() -> None:
             document.write_text(filled(text), encoding="utf-8")
         elif text != filled(text):
             stale(document)
-    for name, (path, picture_of) in PLOTS.items():
-        if (ROOT / path).exists():
-            picture = picture_of(rows_of(path))
+    for name, (paths, picture_of) in PLOTS.items():
+        if all((ROOT / path).exists() for path in paths):
+            picture = picture_of(*map(rows_of, paths))
             if picture is None:
                 continue
             if not check:

@@ -168,25 +168,56 @@ def words_of_cases(rows: Rows) -> str:
 
 
 def train_plot(rows: Rows) -> Bars:
-    """Return the plot of target tokens per second of each system in each case."""
-    groups = {
-        in_words(case): {
-            TRAIN_SYSTEMS[system][0].strip("`"): (
-                row["tokens_per_s"],
-                f"{row['tokens_per_s'] / 1e3:.0f}k",
+    """Return the plot of speeds on one GPU: each case that has another system's row.
+
+    Our speed in fp8 is in the group of its case in bf16.
+    """
+    panels: dict[str, dict[str, Any]] = {}
+    systems_shown = {"fp8": ("`lightseq-train --fp8`", plots.OURS_PALE), **TRAIN_SYSTEMS}
+    cases = train_cases(rows)
+    for case, systems in cases.items():
+        if {"ours", "ours_packed"} >= systems.keys() or case.count("/") > 2:  # several GPUs
+            continue
+        speeds = {name: row["tokens_per_s"] for name, row in systems.items()}
+        if fp8 := cases.get(case.replace("/bf16", "/fp8"), {}).get("ours"):
+            speeds = {"fp8": fp8["tokens_per_s"], **speeds}
+        model, size = in_words(case).removesuffix(", bf16").split(", ", 1)
+        panels.setdefault(family(case), {})[f"{model}, {size}"] = {
+            systems_shown[name][0].replace("`", ""): (
+                value / max(speeds.values()),
+                plots.speed(value),
             )
-            for system, row in systems.items()
+            for name, value in speeds.items()
         }
-        for case, systems in train_cases(rows).items()
-    }
-    measured = {name for bars in groups.values() for name in bars}
-    systems = {name.strip("`"): colour for name, colour in TRAIN_SYSTEMS.values()}
     return Bars(
-        title=f"Training speed, {plots.gpus(rows)}",
-        axis="target tokens a second; beside the model stands the size of a batch",
-        percent=False,
-        colours={name: colour for name, colour in systems.items() if name in measured},
-        groups=groups,
+        title=f"Training speed, bf16, {plots.gpus(rows)}",
+        axis="share of the fastest system's speed; the numbers are target tokens a second",
+        colours=plots.colours_of(panels, systems_shown.values()),
+        panels=panels,
+    )
+
+
+def several_gpus_plot(rows: Rows) -> Bars | None:
+    """Return the plot of our speeds on 1, 2 and 4 GPUs; None without a row of several GPUs."""
+    colours = {"1 GPU": plots.OURS_PALE, "2 GPUs": OURS_TOO, "4 GPUs": OURS}
+    groups: dict[str, dict[str, tuple[float, str]]] = {}
+    speeds = {row["case"]: row["tokens_per_s"] for row in rows if row["system"] == "ours"}
+    for case in speeds:
+        found = {n: speeds.get(case if n == 1 else f"{case}/x{n}") for n in (1, 2, 4)}
+        if found[2] is None:
+            continue
+        groups[in_words(case)] = {
+            name: (value / (n * found[1]), f"{plots.speed(value)}, {value / found[1]:.2f} x")
+            for (n, value), name in zip(found.items(), colours)
+            if value is not None
+        }
+    if not groups:
+        return None
+    return Bars(
+        title=f"Training on several GPUs, {plots.gpus(rows)}",
+        axis="share of perfect scaling; the numbers are target tokens a second, and times one GPU",
+        colours=colours,
+        panels={"": groups},
     )
 
 
@@ -210,6 +241,14 @@ def overlap_plot(rows: Rows) -> Lanes | None:
     }
     colours = {"computation": plots.OURS, "collectives": plots.OTHERS}
     return Lanes(f"One step of the first GPU, {plots.gpus(found)}", colours, panels)
+
+
+def family(case: str) -> str:
+    """Return the title of the panel that shows a case."""
+    model = case.partition("/")[0]
+    if model.startswith("roberta"):
+        return "RoBERTa"
+    return "Language models" if model in LANGUAGE_MODELS else "Translation models"
 
 
 def in_words(case: str) -> str:

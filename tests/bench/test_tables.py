@@ -21,8 +21,9 @@ from scripts import plots
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "tables"
-OPS_PLOT, TRAIN_PLOT, GENERATE_PLOT = (
-    f"scripts/results/{name}-h200.svg" for name in ("ops", "train", "generate")
+OPS_PLOT, TRAIN_PLOT, GENERATE_PLOT, GPUS_PLOT, OVERVIEW = (
+    f"scripts/results/{name}-h200.svg"
+    for name in ("ops", "train", "generate", "train-gpus", "overview")
 )
 CURVES, OVERLAP = "docs/convergence.svg", "docs/overlap.svg"
 MEASURED = "docs/measured.md"
@@ -129,21 +130,57 @@ def test_plot_of_ops_shows_what_is_bound_by_memory(full: Path) -> None:
     assert {*ops, "80%", "lightseq-fairseq", "torch.compile"} <= found
     assert not any(word and "linear" in word for word in found)
     assert {word for word in found if word and "fp8" in word} == {
-        "fp8: cast (f)", "fp8: cast of all weights",
+        "fp8: cast (4096 columns)", "fp8: cast of all weights",
         "fp8: dropout + residual + LayerNorm, backward",
     }  # fmt: skip
 
 
 def test_plot_of_training(full: Path) -> None:
+    """It has the cases of one GPU that another system ran; ours in fp8 is beside bf16."""
     found = words(full / TRAIN_PLOT)
-    assert {"Training speed, GPU X", "320k", "80k", "700k"} <= found
-    assert {"lightseq-train", "fairseq, cuDNN attention off"} <= found
+    assert {"Training speed, bf16, GPU X", "320k", "80k", "400k"} <= found and "700k" not in found
+    assert {"lightseq-train", "lightseq-train --fp8", "fairseq, cuDNN attention off"} <= found
+    panels = plots.shown(full / TRAIN_PLOT)["panels"]
+    assert list(panels) == ["Translation models", "Language models", "RoBERTa"]
+    assert panels["Translation models"] == {
+        "Transformer big, 4096 tokens": {
+            "lightseq-train --fp8": [1.0, "400k"],
+            "lightseq-train --pack-tokens": [330_000 / 400_500, "330k"],
+            "lightseq-train": [0.8, "320k"],
+            "fairseq, cuDNN attention off": [0.2, "80k"],
+            "fairseq as it comes": [24_000 / 400_500, "24k"],
+        }
+    }
     assert {
-        "Transformer big, 4096 tokens, bf16",
-        "GPT-2 124M, 32 x 1024 tokens, bf16",
-        "RoBERTa large, 8192 tokens in BERT's mix of lengths, bf16",
-        "RoBERTa large, 32 sentences, bf16",
+        "GPT-2 124M, 32 x 1024 tokens",
+        "RoBERTa large, 8192 tokens in BERT's mix of lengths",
+        "RoBERTa large, 32 sentences",
     } <= found
+
+
+def test_plot_of_several_gpus(full: Path, small: Path) -> None:
+    """It has the models with a row of one GPU and of two."""
+    tables(small)
+    assert not (small / GPUS_PLOT).exists()
+    assert plots.shown(full / GPUS_PLOT)["panels"][""] == {
+        "Transformer base, 4096 tokens, bf16": {
+            "1 GPU": [1.0, "700k, 1.00 x"],
+            "2 GPUs": [320_400 / 1_400_000, "320k, 0.46 x"],
+        }
+    }
+
+
+def test_plot_of_the_overview(full: Path, small: Path) -> None:
+    """It has the cases with a row of ours, of a compiled system and of fairseq."""
+    tables(small)
+    assert not (small / OVERVIEW).exists()
+    assert plots.shown(full / OVERVIEW)["panels"][""] == {
+        "translate\n(Transformer big, beam 4)": {
+            "lightseq-fairseq": [1.0, "120 sentences/s, 40.0 times fairseq"],
+            "fastest compiled system": [20 / 120, "20"],
+            "fairseq": [3 / 120, "3.0"],
+        }
+    }
 
 
 def test_plot_of_overlap(full: Path, small: Path) -> None:
@@ -170,8 +207,8 @@ def test_plot_of_convergence(full: Path) -> None:
 
 def test_plot_of_generation(full: Path) -> None:
     found = words(full / GENERATE_PLOT)
-    assert {"Transformer big, 4096 tokens at once, beam 5, bf16", "6001", "2000", "120"} <= found
-    assert {"Transformer big, 1 sentence at once, beam 4, bf16", "CTranslate2"} <= found
+    assert {"Transformer big", "4096 tokens at once, beam 5", "6001", "2000", "120"} <= found
+    assert {"1 sentence at once, beam 4", "CTranslate2"} <= found
 
 
 def test_translation_without_times(small: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every command and snippet of the pages runs, unless its first line says what a CPU lacks for it.
+"""Every command and snippet of the pages runs, unless a comment above it says what a CPU lacks.
 
 The `bash` and `console` blocks of a page run in one shell, its `python` blocks in one interpreter,
 in their order. A line of these programs has the number that it has in the page.
@@ -23,7 +23,7 @@ COMMANDS = [block for block in ALL if block.language in ("bash", "console") and 
 PYTHON = [block for block in ALL if block.language == "python" and not block.source]
 EXCERPTS = [block for block in ALL if block.source]
 
-# Words after "# needs:".
+# Words of the comments `<!-- needs: ... -->`.
 LACKING = (
     *("a GPU", "the network", "nvcc", "Slurm", "Docker", "several machines", "hours", "days"),
     *("the raw files", "a trained model", "a checkpoint of LightSeq", "a wheel"),
@@ -167,7 +167,7 @@ def test_every_block_says_what_it_is() -> None:
         assert len(fences) == 2 * len(blocks(page)), page
     for block in ALL:
         what = f"{block.page}:{block.line}"
-        known = {"bash", "console", "python", "text"} | ({"cpp"} if block.source else set())
+        known = {"bash", "console", "diff", "python", "text"} | ({"cpp"} if block.source else set())
         assert block.language in known, f"{what}: {block.language or 'no language'}"
         words = re.split("[,;] ", block.needs) if block.needs else []
         assert set(words) <= set(LACKING), f"{what}: {block.needs}"

@@ -21,12 +21,7 @@ class Block(NamedTuple):
     language: str
     source: str  # the file that it is an excerpt of, or ""
     text: str
-
-    @property
-    def needs(self) -> str:
-        """What the block needs besides a CPU, according to its first line; "" if nothing."""
-        found = re.match(r"# needs: (.+)", self.text)
-        return found[1] if found else ""
+    needs: str  # what the block needs besides a CPU, from the comment above it; "" if nothing
 
 
 def pages() -> list[str]:
@@ -43,11 +38,14 @@ def text(page: str) -> str:
 def blocks(page: str) -> list[Block]:
     """The fenced blocks of a page, also those in quotations and lists."""
     found = []
+    needs = ""
     for token in MARKDOWN.parse(text(page)):
         if token.type in ("fence", "code_block"):
             language, _, rest = token.info.strip().partition(" ")
             title = re.fullmatch(r'title="(.*)"', rest)
             source = title[1] if title else ""
             line = token.map[0] + 2 if token.map else 0
-            found.append(Block(page, line, language, source, token.content))
+            found.append(Block(page, line, language, source, token.content, needs))
+        comment = re.match(r"\s*<!-- needs: (.+) -->", token.content)
+        needs = comment[1] if comment and token.type == "html_block" else ""
     return found
