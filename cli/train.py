@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from lightseq_fairseq.cli.checks import epoch
 from lightseq_fairseq.cli.start import ranks
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.words import defaults, registries
@@ -63,22 +64,27 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
             return argv
         fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
         adaptive = registries.has_adaptive_softmax(argv)
-        added = defaults.missing(argv, _machine(argv), fused, adaptive)
+        recipe = defaults.recipe_of(argv, adaptive)
+        added = defaults.missing(argv, _machine(argv), fused, adaptive, epoch.of_command(argv))
         argv = defaults.with_options(argv, added)
+        why = defaults.reason(argv, added, recipe)
         if native:
             argv, added = registries.native_twin(argv), defaults.native_twin(added)
-        completed.append((argv, added))
+        completed.append((argv, added, why))
         return defaults.with_options(argv, _log_format(argv))
 
-    completed: list[tuple[list[str], list[str]]] = []  # (all words of a run, words that we added)
+    # (all words of a run, words that we added, why they are not the recipe's)
+    completed: list[tuple[list[str], list[str], str | None]] = []
 
     def announce() -> None:
-        for argv, added in completed:
+        for argv, added, why in completed:
             if not _is_first_rank(argv):
                 continue
             print(defaults.command_line(argv), flush=True)
             if added:
                 print(f"# filled in: {shlex.join(added)}", flush=True)
+            if why is not None:
+                print(f"# {why}", flush=True)
             if (note := defaults.note(argv)) is not None:
                 click.echo(f"lightseq-train: note: {note}", err=True)
 

@@ -7,6 +7,7 @@ is on the command line, with or without ``=value``.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -28,6 +29,13 @@ class Machine(NamedTuple):
     bf16: bool = False
 
 
+class Epoch(NamedTuple):
+    """The training data: sentences or pairs, and the tokens of each one's longer side."""
+
+    sentences: int
+    tokens: int
+
+
 class Choice(NamedTuple):
     """Default flags that belong together; none is added if the user sets one of ``unless``.
 
@@ -42,6 +50,8 @@ class Choice(NamedTuple):
 _PARTS = tuple(flag for (flag,) in PARTS)
 _SENTENCES = ("--batch-size", "--max-sentences")
 _LAST_OF_DECAY = "--total-num-update"
+_WARM_UP = "--warmup-updates"
+_RATE = ("--lr", "--lr-scheduler")
 
 
 def _choices(recipe: Recipe) -> tuple[Choice, ...]:
@@ -136,18 +146,31 @@ def uses_lightseq(argv: Sequence[str]) -> bool:
     return any((value(argv, flags) or "").startswith(PREFIX) for flags in REGISTERED)
 
 
-def is_converted(argv: Sequence[str]) -> bool:
+def is_converted(argv: Sequence[str], recipe: Recipe) -> bool:
     """Whether the command is one of fairseq's with prefixes, and not one for the recipe.
 
     fairseq requires --optimizer. So a command that names neither the optimizer nor the criterion
-    was written for the recipe. A converted command must train as it did before: on the same data,
-    with the same sizes, schedule and end.
+    was written for the recipe. So was one that names the recipe's own, but no learning rate: with
+    fairseq's rate, 0.25, Adam does not learn. A converted command must train as it did before: on
+    the same data, with the same sizes, schedule and end.
     """
-    return is_given(argv, _PARTS)
+    own = dict(_pairs(f"{recipe.optimizer} {recipe.criterion}"))
+    named = [flags for flags in PARTS if is_given(argv, flags)]
+    others = [flags for flags in named if value(argv, flags) != own[flags[0]]]
+    return bool(others or (named and is_given(argv, _RATE)))
+
+
+def recipe_of(argv: Sequence[str], adaptive: bool = False) -> Recipe:
+    """The recipe of the command's task; ``adaptive``: its model has adaptive softmax."""
+    return _recipe(value(argv, ("--task",)), adaptive)
 
 
 def missing(
-    argv: Sequence[str], machine: Machine, fused: bool | None = None, adaptive: bool = False
+    argv: Sequence[str],
+    machine: Machine,
+    fused: bool | None = None,
+    adaptive: bool = False,
+    epoch: Epoch | None = None,
 ) -> list[str]:
     """The words that complete a command with an ls_ arch; [] for another arch.
 
@@ -158,29 +181,80 @@ def missing(
     Args:
         fused: whether the arch is ours; None: decided by its name.
         adaptive: whether its model has adaptive softmax.
+        epoch: the training data, if known.
     """
     if fused is None:
         fused = (value(argv, ARCH) or "").startswith(PREFIX)
     if not fused:
         return []
     added: list[str] = []
-    last = value(argv, ("--max-update",))
-    choices = _choices(_recipe(value(argv, ("--task",)), adaptive))
-    converted = is_converted(argv)
+    recipe = recipe_of(argv, adaptive)
+    choices = _choices(recipe)
+    converted = is_converted(argv, recipe)
     if converted:
         choices = (*(choice for choice in choices if choice.required), _FAIRSEQS_CRITERION)
     for choice in choices:
-        if not is_given(argv, choice.unless):
+        is_own = not converted and choice.unless in PARTS  # named, but the recipe's own
+        if is_own or not is_given(argv, choice.unless):
             for flag, text in choice.flags:
-                if flag == _LAST_OF_DECAY and last not in (None, "0"):
-                    text = last
                 if not is_given([*added, *argv], (flag,)):
                     added += [flag, text]
     if not is_given(argv, ("--distributed-world-size",)):
         added += ["--distributed-world-size", str(machine.ranks)]
     if machine.gpus and not converted and not is_given(argv, ("--cpu", *PRECISION)):
         added.append("--bf16" if machine.bf16 else "--fp16")
-    return added
+    return added if converted else _fitted(added, argv, epoch)
+
+
+def _fitted(added: list[str], argv: Sequence[str], epoch: Epoch | None) -> list[str]:
+    """The added words with a schedule that ends with the run: a warm-up of at most a tenth of its
+    updates, and a rate that falls until the last one.
+    """
+    updates = updates_of([*argv, *added], epoch)
+    if updates is None:
+        return added
+    fitted = dict.fromkeys((_LAST_OF_DECAY, "--lr-period-updates"), updates)
+    if warm_up := _number(value([*added, *argv], (_WARM_UP,))):
+        if _WARM_UP in added:
+            warm_up = min(warm_up, max(1, updates // 10))
+        fitted |= {_WARM_UP: warm_up, "--lr-period-updates": max(1, updates - warm_up)}
+    return [str(fitted.get(flag, word)) for flag, word in zip(["", *added], added)]
+
+
+def updates_of(argv: Sequence[str], epoch: Epoch | None) -> int | None:
+    """The updates of a run, by its complete command: --max-update, or about those of --max-epoch;
+    None if they are not known.
+    """
+    last = _number(value(argv, ("--max-update",)))
+    epochs = _number(value(argv, ("--max-epoch",)))
+    if not epochs or epoch is None:
+        return last or None
+    sentences, tokens, ranks, micro = (
+        _number(value(argv, flags))
+        for flags in (
+            _SENTENCES, ("--max-tokens",), ("--distributed-world-size",), ("--update-freq",)
+        )
+    )  # fmt: skip
+    batches = max(
+        epoch.sentences / sentences if sentences else 0, epoch.tokens / tokens if tokens else 0
+    )
+    updates = epochs * math.ceil(math.ceil(batches) / ((ranks or 1) * (micro or 1)))
+    return min(updates, last) if last else updates or None
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def reason(argv: Sequence[str], added: Sequence[str], recipe: Recipe) -> str | None:
+    """A sentence if the added warm-up is not the recipe's, else None; ``argv`` is complete."""
+    warm_up = value(added, (_WARM_UP,))
+    usual = dict(_pairs(recipe.schedule)).get(_WARM_UP)
+    if warm_up is None or warm_up == usual:
+        return None
+    flag = "--max-epoch" if is_given(argv, ("--max-epoch",)) else "--max-update"
+    given = f"{flag} {value(argv, (flag,))}"
+    return f"warm-up: {warm_up} updates, a tenth of the run ({given}); the recipe's are {usual}"
 
 
 def with_options(argv: Sequence[str], options: Sequence[str]) -> list[str]:
@@ -203,7 +277,8 @@ def note(argv: Sequence[str]) -> str | None:
         return None
     return (
         "--lr is not set, so this run uses fairseq's default learning rate, 0.25: set --lr. The "
-        "recipe sets it only if --optimizer, --criterion and --lr-scheduler are not set."
+        "recipe sets it only if --lr-scheduler is not set, and --optimizer and --criterion are not "
+        "set or the recipe's own."
     )
 
 

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from lightseq_fairseq.cli.words import defaults
-from lightseq_fairseq.cli.words.defaults import Machine
+from lightseq_fairseq.cli.words.defaults import Epoch, Machine
 
 CPU = Machine()
 GPU = Machine(ranks=4, gpus=4, bf16=True)
@@ -141,6 +141,63 @@ def test_a_converted_command_gets_nothing_that_changes_it(command: str, adaptive
         assert "--bf16" not in added(f"{command} {given}", GPU, adaptive)
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        "--optimizer ls_adam",
+        "--criterion ls_label_smoothed_cross_entropy",
+        "--optimizer=ls_adam --criterion=ls_label_smoothed_cross_entropy",
+    ],
+)
+def test_the_recipes_own_parts_may_be_named(named: str) -> None:
+    """They do not drop the recipe, unless the command also sets the learning rate."""
+    whole = defaults.complete(shlex.split(f"{ARCH} {named}"), GPU)
+    assert (
+        flags_of(defaults.missing(whole[:3], GPU)).items()
+        <= flags_of([part for word in whole[1:] for part in word.split("=")]).items()
+    )
+    assert "--lr-scheduler" not in added(f"{ARCH} {named} --lr 1e-3", GPU)
+    assert "--lr" not in added(f"{ARCH} {named} --lr-scheduler fixed", GPU)
+
+
+EPOCH = Epoch(sentences=1000, tokens=40_960)
+
+
+@pytest.mark.parametrize(
+    ("command", "epoch", "schedule"),
+    [
+        # --max-update, also if the data are not known
+        (f"{ARCH} --max-update 100", None, "10"),
+        (f"{ARCH} --max-update 5", None, "1"),
+        (f"{ARCH} --max-update 40000", None, "4000"),
+        (f"{ARCH} --max-update 100 --warmup-updates 50", None, None),
+        # --max-epoch: 10 batches of 4096 tokens an epoch
+        (f"{ARCH} --max-epoch 20", EPOCH, "20"),
+        (f"{ARCH} --max-epoch 20 --max-update 50", EPOCH, "5"),
+        (f"{ARCH} --max-epoch 20 --max-tokens 1024", EPOCH, "80"),
+        (f"{ARCH} --max-epoch 20 --max-tokens 1024 --update-freq 2", EPOCH, "40"),
+        (f"{ARCH} --max-epoch 20 --batch-size 5", EPOCH, "400"),
+        (f"{ARCH} --max-epoch 20 --distributed-world-size 2", EPOCH, "10"),
+        (f"{ARCH} --max-epoch 20", None, "4000"),
+        # a rate that falls ends with the run
+        (f"{ROBERTA} sentence_prediction --max-update 100", None, "10 100"),
+        (f"{ROBERTA} sentence_prediction --max-epoch 4", EPOCH, "25 252"),
+        (f"{ROBERTA} masked_lm --max-update 1000 --warmup-updates 7", None, "1000"),
+    ],
+)
+def test_the_schedule_follows_the_length_of_the_run(
+    command: str, epoch: Epoch | None, schedule: str | None
+) -> None:
+    found = flags_of(defaults.missing(shlex.split(command), CPU, epoch=epoch))
+    fitted = [found.get("--warmup-updates"), found.get("--total-num-update")]
+    assert " ".join(text for text in fitted if text) == (schedule or "")
+
+
+def test_a_period_of_the_rate_ends_with_the_run() -> None:
+    found = added(f"{TEXT} --max-update 500", adaptive=True)
+    assert (found["--warmup-updates"], found["--lr-period-updates"]) == ("50", "450")
+
+
 def test_a_converted_command_gets_what_fairseq_requires() -> None:
     assert added(f"{ARCH} --optimizer adam --max-tokens 9") == {**CONSTANT, **FAIRSEQS_CRITERION}
     size = {"--max-tokens": "4096"}
@@ -233,8 +290,8 @@ def test_other_tasks_have_the_recipe_of_translation() -> None:
         ("", OLD_GPU, "--fp16"),
         ("", CPU, None),
         ("--lr 1e-3", GPU, "--bf16"),
-        ("--optimizer ls_adam", GPU, None),
-        ("--criterion ls_label_smoothed_cross_entropy", GPU, None),
+        ("--optimizer ls_adam --lr 1e-3", GPU, None),
+        ("--criterion ls_cross_entropy", GPU, None),
         ("--cpu", GPU, None),
         ("--fp16", GPU, None),
         ("--amp", GPU, None),

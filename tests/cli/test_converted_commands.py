@@ -25,9 +25,10 @@ from lightseq_fairseq.memory.packing import PackedBatch
 
 ENCODER = "--encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 24"
 DECODER = "--decoder-layers 1 --decoder-embed-dim 16 --decoder-ffn-embed-dim 24"
-TRANSLATION = f"--optimizer adam {ENCODER} {DECODER} --cpu"
-TEXT = f"{{text}} --task language_modeling --arch transformer_lm {DECODER} --cpu"
-ROBERTA = f"--arch roberta_base --optimizer adam --dropout 0 {ENCODER} --cpu"
+RATE = "--lr 0.25"  # fairseq's default; without a rate, a command may get the recipe
+TRANSLATION = f"--optimizer adam {RATE} {ENCODER} {DECODER} --cpu"
+TEXT = f"{{text}} --task language_modeling --arch transformer_lm {DECODER} {RATE} --cpu"
+ROBERTA = f"--arch roberta_base --optimizer adam {RATE} --dropout 0 {ENCODER} --cpu"
 MASKED = f"{{letters}} --task masked_lm --criterion masked_lm {ROBERTA} --encoder-attention-heads 2"
 CLASSES = (
     f"{{classes}} --task sentence_prediction --criterion sentence_prediction --num-classes 2 "

@@ -88,6 +88,22 @@ def test_standard_error_stays_empty(data: Path, tmp_path: Path, own: list[str]) 
     assert [json.loads(line) for line in found][-1]["train_num_updates"] == "3"
 
 
+@pytest.mark.parametrize("given", [[], ["--warmup-updates", "4000"]], ids=["filled in", "given"])
+def test_the_learning_rate_arrives_in_a_short_run(
+    data: Path, tmp_path: Path, given: list[str]
+) -> None:
+    """40 pairs, 4 in a batch: 30 updates."""
+    words = [*TINY, "--batch-size", "4", "--max-epoch", "3", "--max-update", "0", *given]
+    out = cli_runs.succeed("train", data, *words, "--save-dir", tmp_path)
+    lines = [line for line in out.splitlines() if line.startswith("# warm-up")]
+    said = "# warm-up: 3 updates, a tenth of the run (--max-epoch 3); the recipe's are 4000"
+    assert lines == ([] if given else [said])
+    state = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
+    (group,) = state["last_optimizer_state"]["param_groups"]
+    assert state["optimizer_history"][-1]["num_updates"] == 30
+    assert group["lr"] == pytest.approx(5e-4 * (30 / 4000 if given else (3 / 30) ** 0.5))
+
+
 # --- The first and the last lines ---------------------------------------------------------------
 
 
