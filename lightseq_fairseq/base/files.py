@@ -304,6 +304,3 @@ def _enter(folder: str, path: str) -> int | None:
                 f"Another training run writes to {folder} ({text or 'it has just started'}): wait "
                 f"until it ends, stop it, or choose another --save-dir."
             )
-
-
-__all__ = ["atomic_writer", "placed", "sole_user"]

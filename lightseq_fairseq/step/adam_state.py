@@ -252,6 +252,3 @@ def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device)
     return torch.full((), value, dtype=torch.float64, device=device)
-
-
-__all__ = ["CLIP_EPS", "AdamState", "Remainders"]

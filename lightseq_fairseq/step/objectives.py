@@ -252,15 +252,3 @@ def declares(thing: Any, name: str) -> bool:
     the captured step would not call.
     """
     return name in vars(type(thing))
-
-
-__all__ = [
-    "CrossEntropy",
-    "LabelSmoothing",
-    "MaskedTokens",
-    "Objective",
-    "PackedModel",
-    "SentenceClasses",
-    "SentenceNumbers",
-    "declares",
-]

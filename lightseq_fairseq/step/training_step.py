@@ -460,14 +460,3 @@ class _Slot:
 
 def _pinned(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory() if device.type == "cuda" else x
-
-
-__all__ = [
-    "SCALER",
-    "STEPS_AHEAD",
-    "Count",
-    "StepReport",
-    "StopReason",
-    "TrainingStep",
-    "UpdateOptions",
-]
