@@ -6,7 +6,7 @@ and compute the result in plain torch: that reference is the CPU kernel and the 
 From the definition, `registry.define` derives the schema and the public function exported here,
 which checks its arguments and calls the op.
 """
-# ruff: noqa: I001, RUF022  (imports in the order of use, not in alphabetical order)
+# ruff: noqa: F401, I001  (for others to import, in the order of use)
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ Shapes: T = packed tokens (rows), P = padded rows, K = inputs, N = outputs.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .arguments import Cast, Operand, Quantised
 from .casting import CASTABLE, check_cast, quantise, quantised_like
-from .checks import FLOATS, check_rows, check_tensor
+from .checks import FLOATS, check_contiguous, check_rows, check_tensor
 from .linear import (
     LinearBwd,
     check_backward,
@@ -70,12 +70,10 @@ class ActivationLinearBwd(NamedTuple):
         rows, inputs, outputs = check_backward(op, dy, x, weight)
         like = matrix(dy)
         if slope is not None:
-            check_tensor(op, "slope", slope, (rows, inputs), (slope_dtype(result_dtype(x)),), like)
-            check_rows(op, "slope", slope)
-            if slope.dtype == torch.uint8 and not slope.is_contiguous():
-                raise ValueError(
-                    f"{op}: slope must be contiguous, its strides are {slope.stride()}"
-                )
+            dtype = slope_dtype(result_dtype(x))
+            check_rows(op, "slope", slope, (rows, inputs), (dtype,), like)
+            if dtype == torch.uint8:
+                check_contiguous(op, "slope", slope, (rows, inputs), (dtype,), like)
         if not 0 <= p < 1:
             raise ValueError(f"{op}: p must be in [0, 1), got {p}")
         check_dweight(op, dweight, (outputs, inputs), like)
@@ -92,7 +90,7 @@ class ActivationLinearBwd(NamedTuple):
         values, transpose = quantised_like(dz, self.cast)
         return dz if self.cast is None else values, transpose
 
-    def reference(self) -> tuple[Annotated[Tensor, "dz"], Annotated[Tensor, "transpose"]]:
+    def reference(self) -> tuple[Tensor, Tensor]:
         dy, x, weight, slope, p, dweight, dbias, accumulate, bias, cast = self
         LinearBwd(dy, x, weight, dweight, None, None, accumulate, need_dx=False).reference()
         dz = product(dy, weight.t())
@@ -114,4 +112,4 @@ class ActivationLinearBwd(NamedTuple):
         return dz if cast is None else values, transpose
 
 
-activation_linear_bwd = define("activation_linear_bwd", ActivationLinearBwd)
+activation_linear_bwd = define("activation_linear_bwd", ActivationLinearBwd, "dz transpose")

@@ -12,7 +12,7 @@ V = vocabulary.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Progress(IntEnum):
     SCRATCH = 3  # scratch space of a kernel, zero between launches
 
 
-Candidates = tuple[Annotated[Tensor, "candidate_scores"], Annotated[Tensor, "candidate_tokens"]]
+_RESULTS = "candidate_scores candidate_tokens"
 
 
 class BeamCandidates(NamedTuple):
@@ -64,10 +64,10 @@ class BeamCandidates(NamedTuple):
         if not 1 <= count < logits.shape[1]:
             raise ValueError(f"{op}: count must be at least 1 and below V, got {count}")
 
-    def shape(self) -> Candidates:
+    def shape(self) -> tuple[Tensor, Tensor]:
         return _empty(self.logits, self.count)
 
-    def reference(self) -> Candidates:
+    def reference(self) -> tuple[Tensor, Tensor]:
         count = self.count
         totals = _log_probabilities(self).add_(self.scores[:, None])
         best, tokens = totals.topk(count + 1)
@@ -83,7 +83,7 @@ class BeamCandidates(NamedTuple):
         return best, tokens.gather(1, order).int()
 
 
-beam_candidates = define("beam_candidates", BeamCandidates)
+beam_candidates = define("beam_candidates", BeamCandidates, _RESULTS)
 
 
 class BeamSample(NamedTuple):
@@ -122,10 +122,10 @@ class BeamSample(NamedTuple):
         check_slots(op, sentences, beam, scores)
         check_tensor(op, "rng", rng, (2,), (torch.int64,), logits)
 
-    def shape(self) -> Candidates:
+    def shape(self) -> tuple[Tensor, Tensor]:
         return _empty(self.logits, 1)
 
-    def reference(self) -> Candidates:
+    def reference(self) -> tuple[Tensor, Tensor]:
         logits, scores, sentences, progress, rng, beam, topk, topp = self[:8]
         logs = _log_probabilities(self)
         weights = logs.exp()
@@ -153,7 +153,7 @@ class BeamSample(NamedTuple):
         return drawn, tokens.int()
 
 
-beam_sample = define("beam_sample", BeamSample)
+beam_sample = define("beam_sample", BeamSample, _RESULTS)
 
 
 def _log_probabilities(a: BeamCandidates | BeamSample) -> Tensor:
@@ -185,12 +185,11 @@ def check_slots(op: str, sentences: Tensor, beam: int, scores: Tensor) -> None:
 
 
 def _check_logits(op: str, logits: Tensor, scores: Tensor, progress: Tensor) -> None:
-    check_tensor(op, "logits", logits, ("N", "V"), FLOATS)
-    check_rows(op, "logits", logits)
+    check_rows(op, "logits", logits, ("N", "V"), FLOATS)
     check_tensor(op, "scores", scores, logits.shape[:1], (torch.float32,), logits)
     check_tensor(op, "progress", progress, (len(Progress),), (torch.int32,), logits)
 
 
-def _empty(logits: Tensor, count: int) -> Candidates:
+def _empty(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], count)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .arguments import Dropout
-from .checks import FLOATS, check_dropout, check_rows, check_tensor
+from .checks import FLOATS, check_dropout, check_rows, check_vectors
 from .numerics import column_sum, store_gradient, work_dtype
 from .philox import drop, dropped
 from .registry import Written, define
@@ -57,10 +57,8 @@ class BiasActivationDropoutFwd(NamedTuple):
 
     def check(self, op: str) -> None:
         x, bias, activation, dropout = self
-        check_tensor(op, "x", x, ("T", "F"), FLOATS)
-        check_rows(op, "x", x)
-        if bias is not None:
-            check_tensor(op, "bias", bias, x.shape[1:], (x.dtype,), x)
+        check_rows(op, "x", x, ("T", "F"), FLOATS)
+        check_vectors(op, x, (x.dtype,), bias=bias)
         if activation not in ACTIVATIONS:
             raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
         check_dropout(op, dropout, x)
@@ -101,12 +99,10 @@ class BiasActivationDropoutBwd(NamedTuple):
     accumulate: bool
 
     def check(self, op: str) -> None:
-        dy, x, dbias = self.dy, self.x, self.dbias
+        x = self.x
         BiasActivationDropoutFwd(*self[1:5]).check(op)
-        check_tensor(op, "dy", dy, x.shape, (x.dtype,), x)
-        check_rows(op, "dy", dy)
-        if dbias is not None:
-            check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
+        check_rows(op, "dy", self.dy, x.shape, (x.dtype,), x)
+        check_vectors(op, x, FLOATS, dbias=self.dbias)
 
     def shape(self) -> Tensor:
         return self.x.new_empty(self.x.shape)

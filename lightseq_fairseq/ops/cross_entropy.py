@@ -12,7 +12,7 @@ Shapes: T = rows (tokens), V = vocabulary.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +23,6 @@ from .registry import Written, define
 
 # Logits per block. A block fits a CPU's last-level cache; on a GPU it limits temporary memory.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26
-
-
-Outputs = tuple[
-    Annotated[Tensor, "loss"],
-    Annotated[Tensor, "nll"],
-    Annotated[Tensor, "lse"],
-    Annotated[Tensor, "correct"],
-]
-OutputsOfBoth = tuple[
-    Annotated[Tensor, "loss"], Annotated[Tensor, "nll"], Annotated[Tensor, "correct"]
-]
 
 
 class CrossEntropyFwd(NamedTuple):
@@ -55,12 +44,12 @@ class CrossEntropyFwd(NamedTuple):
     def check(self, op: str) -> None:
         _check(op, self.logits, self.target, self.smoothing)
 
-    def shape(self) -> Outputs:
+    def shape(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits, rows = self.logits, self.logits.shape[0]
         loss, nll, lse = (logits.new_empty(rows, dtype=work_dtype(logits)) for _ in range(3))
         return loss, nll, lse, logits.new_empty(rows if self.accuracy else 0, dtype=torch.bool)
 
-    def reference(self) -> Outputs:
+    def reference(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits, target, smoothing, padding_idx, accuracy = self
         rows, dtype = len(logits), work_dtype(logits)
         lse, total = logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
@@ -86,7 +75,7 @@ class CrossEntropyFwd(NamedTuple):
         return loss.masked_fill(is_pad, 0.0), nll.masked_fill_(is_pad, 0.0), lse, correct
 
 
-cross_entropy_fwd = define("cross_entropy_fwd", CrossEntropyFwd)
+cross_entropy_fwd = define("cross_entropy_fwd", CrossEntropyFwd, "loss nll lse correct")
 
 
 class CrossEntropyBwd(NamedTuple):
@@ -150,18 +139,18 @@ class CrossEntropyFwdBwd(NamedTuple):
         _check(op, self.logits, self.target, self.smoothing)
         check_tensor(op, "dloss", self.dloss, self.target.shape, FLOATS, self.logits)
 
-    def shape(self) -> OutputsOfBoth:
+    def shape(self) -> tuple[Tensor, Tensor, Tensor]:
         loss, nll, _, correct = CrossEntropyFwd(*self[1:]).shape()
         return loss, nll, correct
 
-    def reference(self) -> OutputsOfBoth:
+    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
         dloss, logits, target, smoothing, padding_idx, _ = self
         loss, nll, lse, correct = CrossEntropyFwd(*self[1:]).reference()
         CrossEntropyBwd(dloss, logits, target, lse, smoothing, padding_idx).reference()
         return loss, nll, correct
 
 
-cross_entropy_fwd_bwd = define("cross_entropy_fwd_bwd", CrossEntropyFwdBwd)
+cross_entropy_fwd_bwd = define("cross_entropy_fwd_bwd", CrossEntropyFwdBwd, "loss nll correct")
 
 
 def _weights(smoothing: float, classes: int) -> tuple[float, float]:
@@ -176,8 +165,7 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 
 def _check(op: str, logits: Tensor, target: Tensor, smoothing: float) -> None:
-    check_tensor(op, "logits", logits, ("T", "V"), FLOATS)
-    check_rows(op, "logits", logits)
+    check_rows(op, "logits", logits, ("T", "V"), FLOATS)
     check_tensor(op, "target", target, logits.shape[:1], INTEGERS, logits)
     if not 0.0 <= smoothing < 1.0:
         raise ValueError(f"{op}: smoothing must be at least 0 and below 1, got {smoothing}")

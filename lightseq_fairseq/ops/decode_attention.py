@@ -48,14 +48,12 @@ class DecodeSelfAttention(NamedTuple):
 
     def check(self, op: str) -> None:
         qkv, keys, values, ancestry, step, heads, _, beam = self
-        check_tensor(op, "keys", keys, ("P", "R", "C"), FLOATS)
+        check_rows(op, "keys", keys, ("P", "R", "C"), FLOATS)
         positions, rows, channels = keys.shape
-        check_tensor(op, "values", values, keys.shape, (keys.dtype,), keys)
-        check_tensor(op, "qkv", qkv, ("N", 3 * channels), (keys.dtype,), keys)
-        check_tensor(op, "ancestry", ancestry, (positions, rows), (torch.int32,), keys)
+        check_rows(op, "values", values, keys.shape, (keys.dtype,), keys)
+        check_rows(op, "qkv", qkv, ("N", 3 * channels), (keys.dtype,), keys)
+        check_rows(op, "ancestry", ancestry, (positions, rows), (torch.int32,), keys)
         check_tensor(op, "step", step, (), INTEGERS, keys)
-        for name, x in (("qkv", qkv), ("keys", keys), ("values", values), ("ancestry", ancestry)):
-            check_rows(op, name, x)
         if len(qkv) > rows:
             raise ValueError(f"{op}: {len(qkv)} hypotheses do not fit into a cache of {rows} rows")
         if beam < 1:
@@ -106,14 +104,12 @@ class DecodeCrossAttention(NamedTuple):
 
     def check(self, op: str) -> None:
         q, keys, values, cu_seqlens, sentences, beam, heads, _ = self
-        check_tensor(op, "q", q, ("N", "C"), FLOATS)
+        check_rows(op, "q", q, ("N", "C"), FLOATS)
         channels = q.shape[1]
-        check_tensor(op, "keys", keys, ("T", channels), (q.dtype,), q)
-        check_tensor(op, "values", values, keys.shape, (q.dtype,), q)
+        check_rows(op, "keys", keys, ("T", channels), (q.dtype,), q)
+        check_rows(op, "values", values, keys.shape, (q.dtype,), q)
         check_tensor(op, "cu_seqlens", cu_seqlens, ("S + 1",), (torch.int32,), q)
         check_tensor(op, "sentences", sentences, ("slots",), (torch.int32,), q)
-        for name, x in (("q", q), ("keys", keys), ("values", values)):
-            check_rows(op, name, x)
         if beam < 1 or len(q) < len(sentences) * beam:
             raise ValueError(
                 f"{op}: q must have beam rows for each of {len(sentences)} sentences,"

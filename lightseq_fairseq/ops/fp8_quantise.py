@@ -5,13 +5,13 @@ Shapes: T = rows, C = columns, P = padded rows.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .arguments import Cast
 from .casting import CASTABLE, check_cast, quantise, quantised_like
-from .checks import check_rows, check_tensor
+from .checks import check_rows, check_vectors
 from .numerics import column_sum, store_gradient
 from .registry import Written, define
 
@@ -31,20 +31,18 @@ class Fp8Quantise(NamedTuple):
 
     def check(self, op: str) -> None:
         x, cast, sums, _ = self
-        check_tensor(op, "x", x, ("T", "C"), CASTABLE)
-        check_rows(op, "x", x)
+        check_rows(op, "x", x, ("T", "C"), CASTABLE)
         check_cast(op, cast, x)
-        if sums is not None:
-            check_tensor(op, "sums", sums, x.shape[1:], CASTABLE, x)
+        check_vectors(op, x, CASTABLE, sums=sums)
 
     def shape(self) -> tuple[Tensor, Tensor]:
         return quantised_like(self.x, self.cast)
 
-    def reference(self) -> tuple[Annotated[Tensor, "values"], Annotated[Tensor, "transpose"]]:
+    def reference(self) -> tuple[Tensor, Tensor]:
         x, cast, sums, accumulate = self
         if sums is not None:
             store_gradient(sums, column_sum(x), accumulate)
         return quantise(x, cast)
 
 
-fp8_quantise = define("fp8_quantise", Fp8Quantise)
+fp8_quantise = define("fp8_quantise", Fp8Quantise, "values transpose")

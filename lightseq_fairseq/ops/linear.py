@@ -84,8 +84,7 @@ class LinearBwd(NamedTuple):
                 raise ValueError(f"{op}: dbias must be None in fp8: the cast of dy sums it")
             check_tensor(op, "dbias", dbias, (outputs,), FLOATS, dy)
         if onto is not None:
-            check_tensor(op, "onto", onto, (rows, inputs), (result_dtype(x),), matrix(dy))
-            check_rows(op, "onto", onto)
+            check_rows(op, "onto", onto, (rows, inputs), (result_dtype(x),), matrix(dy))
             if need_dx:
                 raise ValueError(f"{op}: dx is either returned or added to onto, not both")
 
@@ -216,12 +215,10 @@ def check_operand(
     if like is not None and isinstance(x, Quantised) != (like.dtype == E4M3):
         raise ValueError(f"{op}: either all operands are Quantised or none, see {name}")
     if not isinstance(x, Quantised):
-        check_tensor(op, name, x, shape, FLOATS if like is None else (like.dtype,), like)
-        check_rows(op, name, x)
+        check_rows(op, name, x, shape, FLOATS if like is None else (like.dtype,), like)
         return x
     found: Tensor = getattr(x, part)
-    check_tensor(op, f"{name}_{part}", found, shape, (E4M3,), like)
-    check_rows(op, f"{name}_{part}", found)
+    check_rows(op, f"{name}_{part}", found, shape, (E4M3,), like)
     check_width(op, found)
     check_scale(op, f"{name}_scale", x.scale, found)
     return found
@@ -231,5 +228,4 @@ def check_dweight(op: str, dweight: Tensor | None, shape: Sequence[int], like: T
     """Raise ValueError unless dweight can be the gradient of the weight, for operands as `like`."""
     if dweight is not None:
         dtypes = (torch.bfloat16, torch.float32) if like.dtype == E4M3 else FLOATS
-        check_tensor(op, "dweight", dweight, shape, dtypes, like)
-        check_rows(op, "dweight", dweight)
+        check_rows(op, "dweight", dweight, shape, dtypes, like)

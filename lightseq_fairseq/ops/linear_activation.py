@@ -17,7 +17,7 @@ Dropout: the row id is the row of x, the column is the index in F.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,9 +94,7 @@ class LinearActivationFwd(NamedTuple):
         values, transpose = quantised_like(y, self.cast)
         return y if self.cast is None else values, transpose, slope
 
-    def reference(
-        self,
-    ) -> tuple[Annotated[Tensor, "y"], Annotated[Tensor, "transpose"], Annotated[Tensor, "slope"]]:
+    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, bias, activation, dropout, need_slope, cast = self
         dtype = result_dtype(x)
         z = product(x, weight, bias).to(work_dtype(bias))
@@ -114,7 +112,7 @@ class LinearActivationFwd(NamedTuple):
         return y.to(dtype) if cast is None else values, transpose, store_slope(slope, dtype)
 
 
-linear_activation_fwd = define("linear_activation_fwd", LinearActivationFwd)
+linear_activation_fwd = define("linear_activation_fwd", LinearActivationFwd, "y transpose slope")
 
 
 def check_kind(op: str, x: Operand, cast: Cast | None) -> None:

@@ -31,7 +31,7 @@ from lightseq_fairseq.memory.graphs import Graphs, wait_for
 from lightseq_fairseq.memory.packing import PackedBatch
 from lightseq_fairseq.memory.parameters import FlatBuffer
 from lightseq_fairseq.memory.passes import Pass
-from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State, StopReason
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
 from lightseq_fairseq.step.exchange import Exchange, Ranks
 from lightseq_fairseq.step.flat_adam import FlatAdam
 from lightseq_fairseq.step.objectives import Objective

@@ -31,7 +31,7 @@ from lightseq_fairseq.base.families import named
 from lightseq_fairseq.memory.fp8 import products
 from lightseq_fairseq.memory.packing import LEAST_GRANULARITY, Granularity, PackedBatch
 from lightseq_fairseq.memory.parameters import flat_buffers
-from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State, StopReason
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.conditions import of_ranks
 from lightseq_fairseq.plugins.dropout import seed_of_masks
@@ -45,7 +45,6 @@ from lightseq_fairseq.step.training_step import (
     STEPS_AHEAD,
     Count,
     StepReport,
-    StopReason,
     TrainingStep,
     UpdateOptions,
 )

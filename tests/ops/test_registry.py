@@ -280,7 +280,7 @@ def of_schema(name: str, arguments: tuple[Any, ...]) -> list[Any]:
 def test_every_op_is_covered_and_exported():
     names = {name.split()[0] for name in ARGUMENTS}
     assert names == set(ops.REFERENCES)
-    assert names <= set(ops.__all__)
+    assert all(hasattr(ops, name) for name in names)
 
 
 @pytest.mark.parametrize(
