@@ -127,4 +127,4 @@ class Weight:
             dy, x = self.gradient(dy, dbias, accumulate), self.kept_operand(kept)
             dbias = dbias if self._fp8 is None else None
             need_dx = need_dx and onto is None
-            return ops.linear_bwd(dy, x, self.matrix, dweight, dbias, accumulate, need_dx, onto)
+            return ops.linear_bwd(dy, x, self.matrix, dweight, dbias, onto, accumulate, need_dx)

@@ -64,7 +64,16 @@ linear_fwd = define("linear_fwd", LinearFwd)
 
 
 class LinearBwd(NamedTuple):
-    """Arguments of lightseq::linear_bwd; see `linear_bwd`."""
+    """dx [T, K], EMPTY (numel 0) unless need_dx.
+
+    dy: [T, N]. x, weight: as in forward. dweight: [N, K] or None, dbias: [N] or None; overwritten
+    or, with accumulate, added to. onto: [T, K], another gradient of x: the GEMM adds dx to it in
+    place, and dx is not returned (need_dx must be False).
+    In fp8 all operands are `Quantised`: dy needs its values and its transpose, x and weight need
+    their transposes. dweight is bfloat16 or float32, and dbias is None: the op that casts dy sums
+    it before.
+    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
+    """
 
     dy: Operand
     x: Operand
@@ -108,30 +117,7 @@ class LinearBwd(NamedTuple):
         return matrix(dy).new_empty(0, dtype=dtype)
 
 
-_BWD = define("linear_bwd", LinearBwd)
-
-
-def linear_bwd(
-    dy: Operand,
-    x: Operand,
-    weight: Operand,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    accumulate: bool,
-    need_dx: bool,
-    onto: Tensor | None = None,
-) -> Tensor:
-    """dx [T, K], EMPTY (numel 0) unless need_dx.
-
-    dy: [T, N]. x, weight: as in forward. dweight: [N, K] or None, dbias: [N] or None; overwritten
-    or, with accumulate, added to. onto: [T, K], another gradient of x: the GEMM adds dx to it in
-    place, and dx is not returned (need_dx must be False).
-    In fp8 all operands are `Quantised`: dy needs its values and its transpose, x and weight need
-    their transposes. dweight is bfloat16 or float32, and dbias is None: the op that casts dy sums
-    it before.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
-    """
-    return _BWD(dy, x, weight, dweight, dbias, onto, accumulate, need_dx)
+linear_bwd = define("linear_bwd", LinearBwd)
 
 
 def matrix(x: Operand) -> Tensor:
