@@ -38,7 +38,7 @@ from .registry import Written, define
 
 
 class ActivationLinearBwd(NamedTuple):
-    """dz [T, K], and transpose, EMPTY (numel 0).
+    """dz [T, K], and an EMPTY transpose.
 
     With a cast, dz is its values in E4M3, and transpose [K, P] is theirs. dy, x and weight are then
     `Quantised`.
@@ -46,12 +46,10 @@ class ActivationLinearBwd(NamedTuple):
     dy: [T, N]. x: [T, K]. weight: [N, K]. As in `linear_bwd`. slope: [T, K] as
     `linear_activation_fwd` returns it, contiguous if it has bytes; or None for relu: then it
     follows from x, and is 1 where x is NaN. p: dropout probability.
-    dweight: [N, K] or None, dbias: [K] or None; overwritten or, with accumulate, added to.
+    dweight: [N, K]. dbias: [K].
     bias: [K], the bias within z, or None. Where bias is NaN, dbias becomes NaN: the kernel of
     forward may have turned that NaN into 0 in x (see `linear.linear_fwd`). With a cast it is not
     read.
-    Raises ValueError on a wrong shape, dtype, device or layout, on p outside [0, 1), and on a CPU
-    on a wrong scale.
     """
 
     dy: Operand

@@ -36,10 +36,7 @@ _NORM_ROW = 1 << 9
 
 
 class AdamNorm(NamedTuple):
-    """L2 norm of grad [N]: 0-dim float32 (float64 for float64). NaN and infinity propagate.
-
-    Raises ValueError unless grad is a contiguous vector of a float dtype.
-    """
+    """L2 norm of grad [N], contiguous: 0-dim float32 (float64 for float64). NaN propagates."""
 
     grad: Tensor
 
@@ -76,8 +73,7 @@ class AdamStep(NamedTuple):
     cast: then also does `fp8_weights` of the new param_low, without reading it again. It needs an
     int16 param and a bfloat16 grad, and its tiles cover all N parameters.
     If norm * multiplier is not finite, nothing is updated; the cast is that of the old weights.
-    Raises ValueError on a wrong shape, dtype, device or layout, on betas outside [0, 1), and on a
-    CPU on tiles that leave out a parameter.
+    On a CPU, tiles that leave out a parameter raise ValueError.
     """
 
     param: Written

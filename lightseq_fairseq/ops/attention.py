@@ -41,7 +41,7 @@ from .registry import Written, define
 class AttentionFwd(NamedTuple):
     """(out [Tq, H, D] contiguous, lse [Tq, H], values [Tq, H * D]: out in E4M3).
 
-    lse is float32, or float64 if q is float32 or float64.
+    lse is float64 if q is float32, too.
 
     q: [Tq, H, D]; k, v: [Tk, H, D]; rows may be strided (views of a wider GEMM's output).
     cu_q, cu_k: int32 [B + 1], first row of each sentence, then the end of the last. A sentence may
@@ -49,10 +49,7 @@ class AttentionFwd(NamedTuple):
     max_q, max_k: length of the longest sentence, or an upper bound of it.
     scale: factor of the scores, positive and finite (fairseq: D^-0.5).
     dropout: of the probabilities, see `philox.attention_keep_mask`.
-    cast: of out; q, k and v are then bfloat16. Without it, values are EMPTY (numel 0).
-    Raises ValueError on a wrong shape, dtype, device or layout, on invalid boundaries, on sentences
-    longer than max_*, and on a CPU on a wrong scale of the cast. `checks.check_boundaries` says
-    when a GPU's boundaries are checked.
+    cast: of out; q, k and v are then bfloat16.
     """
 
     q: Tensor
@@ -136,7 +133,7 @@ class AttentionBwd(NamedTuple):
     q_cast, k_cast: of dq, and of both dk and dv, or neither; k_cast may be q_cast. With them all
     inputs are bfloat16, and dq, dk, dv are E4M3: heads are adjacent, rows begin at multiples of 16
     numbers, as in column slices of a matrix.
-    Other arguments and errors as in forward.
+    Other arguments as in forward.
     """
 
     dout: Tensor

@@ -43,7 +43,6 @@ class BeamCandidates(NamedTuple):
     min_len and is the only token from step MAX_LEN on, and unk_penalty is subtracted from the
     log-probability of unk.
     Candidates are sorted, best first; ties: the lowest token first. A NaN counts as -inf.
-    Raises ValueError on a wrong shape, dtype, device or layout.
     Source: fairseq.search.BeamSearch.step, and SequenceGenerator before it.
     """
 
@@ -96,7 +95,7 @@ class BeamSample(NamedTuple):
     logit under the rules of `beam_candidates`; ties: the lowest token first. (torch.topk, which
     fairseq uses, keeps as many, but leaves open which of tied tokens.) Scores are not renormalised.
     A row without any possible token, or whose score is -inf, gives eos with score -inf. Other
-    arguments and errors as in `beam_candidates`.
+    arguments as in `beam_candidates`.
     Source: fairseq.search.Sampling; Holtzman et al. 2020 (topp). The random numbers differ from
     fairseq's.
     """

@@ -30,7 +30,7 @@ _FAR = 128.0  # above it gelu(x) is x with derivative 1; below -_FAR both are 0
 
 
 def gelu(x: Tensor, activation: str, need_slope: bool) -> tuple[Tensor, Tensor]:
-    """gelu(x) and its derivative, which is EMPTY (numel 0) unless need_slope.
+    """gelu(x) and its derivative, which is EMPTY unless need_slope.
 
     Infinities map to their limits; torch's formulas would multiply them by 0 (NaN).
     """
@@ -47,7 +47,6 @@ class BiasActivationDropoutFwd(NamedTuple):
     """y [T, F] = dropout(activation(x + bias)), in x's dtype.
 
     x: [T, F]. bias: [F] of x's dtype, or None. activation: one of ACTIVATIONS.
-    Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout.
     """
 
     x: Tensor
@@ -85,9 +84,9 @@ bias_activation_dropout_fwd = define("bias_activation_dropout_fwd", BiasActivati
 
 
 class BiasActivationDropoutBwd(NamedTuple):
-    """dx [T, F]; its column sum is written to dbias [F] or, with accumulate, added to it.
+    """dx [T, F]; dbias [F] is its column sum.
 
-    dy: [T, F]. Other arguments and errors as in forward.
+    dy: [T, F]. Other arguments as in forward.
     """
 
     dy: Tensor

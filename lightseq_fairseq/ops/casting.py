@@ -69,7 +69,7 @@ def padded(rows: int) -> int:
 
 
 def quantised_like(x: Tensor, cast: Cast | None) -> tuple[Tensor, Tensor]:
-    """Uninitialised values and transpose of x [T, C]; EMPTY (numel 0) without a cast."""
+    """Uninitialised values and transpose of x [T, C]; EMPTY without a cast."""
     if cast is None:
         return x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=E4M3)
     rows, columns = x.shape
@@ -77,7 +77,7 @@ def quantised_like(x: Tensor, cast: Cast | None) -> tuple[Tensor, Tensor]:
 
 
 def quantise(x: Tensor, cast: Cast | None) -> tuple[Tensor, Tensor]:
-    """Values and transpose of x [T, C] by the rule above; EMPTY (numel 0) without a cast."""
+    """Values and transpose of x [T, C] by the rule above; EMPTY without a cast."""
     if cast is None:
         return quantised_like(x, None)
     scale, amax, saturated = cast

@@ -25,7 +25,6 @@ class DeferColumnSums(NamedTuple):
     are not deferred.
 
     flat: [N], contiguous. One per device: a second call flushes the sums of the first.
-    Raises ValueError on a wrong shape, dtype or layout.
     """
 
     flat: Tensor
@@ -44,7 +43,6 @@ class FlushColumnSums(NamedTuple):
     """Flush deferred sums, or discard them if ``wanted`` is False, and stop deferring.
 
     flat: as for `defer_column_sums`. wanted: False after an error, when the sums are not used.
-    Raises ValueError on a wrong shape, dtype or layout.
     """
 
     flat: Written

@@ -26,13 +26,11 @@ _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26
 
 
 class CrossEntropyFwd(NamedTuple):
-    """(loss [T], nll [T], lse [T], correct [T]); float32 (float64 for float64), correct bool.
+    """(loss [T], nll [T], lse [T], correct bool [T]).
 
     logits: [T, V]. target: int32 or int64 [T], in [0, V). smoothing: in [0, 1).
     loss and nll are 0 and correct is False where target == padding_idx.
-    correct: whether the target's logit is the largest; EMPTY (numel 0) unless accuracy is set.
-    Raises ValueError on a wrong shape, dtype, device or layout; on a target out of range (on a GPU
-    only with LIGHTSEQ_CHECK_INDICES=1).
+    correct: whether the target's logit is the largest; EMPTY unless accuracy is set.
     """
 
     logits: Tensor
@@ -82,7 +80,6 @@ class CrossEntropyBwd(NamedTuple):
     """Overwrite logits [T, V] with their gradient; rows with target == padding_idx become 0.
 
     dloss: float [T], gradient of loss; may be an expanded scalar. lse: forward's result.
-    Raises ValueError on a wrong shape, dtype, device or layout.
     """
 
     dloss: Tensor
@@ -125,7 +122,7 @@ cross_entropy_bwd = define("cross_entropy_bwd", CrossEntropyBwd)
 class CrossEntropyFwdBwd(NamedTuple):
     """Overwrite logits [T, V] with their gradient; return (loss [T], nll [T], correct [T]).
 
-    `CrossEntropyFwd` and `CrossEntropyBwd` in one pass; arguments and errors as there.
+    `CrossEntropyFwd` and `CrossEntropyBwd` in one pass; arguments as there.
     """
 
     dloss: Tensor

@@ -33,8 +33,7 @@ class DecodeSelfAttention(NamedTuple):
     so that one captured graph is replayed for all steps.
     beam: adjacent rows of a slot. If several of them share an ancestor, the kernel reads it once.
     This is a hint: it changes the result only by rounding.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU if step >= P. On a GPU
-    such a step fails in a device-side assertion; LIGHTSEQ_CHECK_INDICES=1 raises the error instead.
+    On a GPU a step >= P fails in a device-side assertion, unless LIGHTSEQ_CHECK_INDICES=1.
     """
 
     qkv: Tensor
@@ -89,8 +88,7 @@ class DecodeCrossAttention(NamedTuple):
     sentences: int32 [slots], the sentence that each slot translates, negative for none.
     On a GPU only q may be written by the kernel directly before this one in the stream: the other
     tensors are read while that kernel still runs (programmatic dependent launch).
-    Raises ValueError on a wrong shape, dtype, device or layout and on invalid boundaries
-    (`checks.check_boundaries` says when a GPU's are checked). Sentence numbers are not checked.
+    Sentence numbers are not checked.
     """
 
     q: Tensor

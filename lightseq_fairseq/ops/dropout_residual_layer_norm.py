@@ -34,12 +34,10 @@ class DropoutResidualLayerNormFwd(NamedTuple):
     """(sum [T, C], y [T, C], mean [T], rstd [T], values [T, C], transpose [C, P]).
 
     x, residual: [T, C]. bias, gamma, beta: [C]. All of one dtype; bias, residual may be None.
-    sum is EMPTY (numel 0) if it equals x (no bias, no residual, p == 0): use x instead.
+    sum is EMPTY if it equals x (no bias, no residual, p == 0): use x instead.
     gamma and beta None: no LayerNorm; y, mean, rstd are EMPTY.
-    mean and rstd are float32 (float64 for float64).
     cast: of y; x is then bfloat16, and gamma and beta are given. values and transpose are y in
-    E4M3; EMPTY without a cast. keep_y: False only with a cast; then y is EMPTY.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
+    E4M3. keep_y: False only with a cast; then y is EMPTY.
     """
 
     x: Tensor
@@ -111,14 +109,13 @@ dropout_residual_layer_norm_fwd = define(
 class DropoutResidualLayerNormBwd(NamedTuple):
     """(dx [T, C], dresidual [T, C], transpose [C, P]).
 
-    With p == 0 dx is EMPTY (numel 0), since it equals dresidual. transpose is EMPTY without a cast.
+    With p == 0 dx is EMPTY, since it equals dresidual.
 
     dy, dsum: [T, C], gradients of forward's y and sum; one of them may be None.
     sum: [T, C], forward's result (x if that is EMPTY); read only with dy. mean, rstd: forward's.
-    dgamma, dbeta, dbias: [C] or None; overwritten or, with accumulate, added to.
+    dgamma, dbeta, dbias: [C].
     cast: of dx, also with p == 0; gradients are then bfloat16. dx is its values in E4M3, and
     transpose is theirs; dbias is summed before the cast.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
     dy: Tensor | None

@@ -43,9 +43,7 @@ class EmbeddingFwd(NamedTuple):
     tokens: int32 or int64 [T], in [0, V). weight: [V, C].
     positions: int32 or int64 [T], in [0, P). position_weight: [P, C]. Both None: no positions.
     scale: factor of the token embedding (fairseq: sqrt(C), or 1 with --no-scale-embedding).
-    cast: of y, whose dtype is then bfloat16. Without it, values are EMPTY (numel 0).
-    Raises ValueError on a wrong shape, dtype, device or layout; on an index out of range (on a GPU
-    only with LIGHTSEQ_CHECK_INDICES=1); on a CPU on a wrong scale of the cast.
+    cast: of y, whose dtype is then bfloat16.
     """
 
     tokens: Tensor
@@ -99,8 +97,6 @@ class EmbeddingLayerNormFwd(NamedTuple):
     before the dropout.
 
     gamma, beta: [C], in weight's dtype. Other arguments and values as in embedding_fwd.
-    mean and rstd are float32 (float64 for float64).
-    Raises ValueError as embedding_fwd does.
     """
 
     tokens: Tensor
@@ -144,12 +140,11 @@ embedding_layer_norm_fwd = define(
 
 
 class EmbeddingLayerNormBwd(NamedTuple):
-    """dx [T, C], the gradient of LayerNorm's input; dgamma and dbeta are overwritten or added to.
+    """dx [T, C], the gradient of LayerNorm's input; and those of gamma and beta.
 
     dy: [T, C], the gradient of forward's y. mean, rstd: forward's.
     x: [T, C], LayerNorm's input: embedding_fwd with p == 0.
-    dgamma, dbeta: [C] or None; overwritten or, with accumulate, added to.
-    Raises ValueError on a wrong shape, dtype, device or layout.
+    dgamma, dbeta: [C].
     """
 
     dy: Tensor
@@ -186,12 +181,10 @@ embedding_layer_norm_bwd = define("embedding_layer_norm_bwd", EmbeddingLayerNorm
 
 
 class EmbeddingBwd(NamedTuple):
-    """Write the tables' gradients to the caller's tensors or, with accumulate, add to the tensors.
+    """The gradients of the tables.
 
-    dy: [T, C]. dweight: [V, C] or None. dposition_weight: [P, C] or None. Other arguments as in
-    forward.
+    dy: [T, C]. dweight: [V, C]. dposition_weight: [P, C]. Other arguments as in forward.
     padding_idx: rows with this token add nothing to dweight; a negative value excludes none.
-    Raises ValueError on a wrong shape, dtype, device or layout.
     """
 
     dy: Tensor

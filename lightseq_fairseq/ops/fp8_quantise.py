@@ -20,8 +20,7 @@ class Fp8Quantise(NamedTuple):
     """values [T, C] and transpose [C, P] of x in E4M3, see `casting`.
 
     x: [T, C], float16, bfloat16 or float32; C is a multiple of 16.
-    sums: [C] or None: the column sums of x are written to it or, with accumulate, added to it.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
+    sums: [C], a gradient: the column sums of x.
     """
 
     x: Tensor

@@ -31,7 +31,6 @@ class Fp8Scales(NamedTuple):
     see `fp8_quantise`. history: float32 [16, M], the newest amaxes first; the oldest are dropped.
     skipped: float64 0-dim. If it is not 0, the update was skipped: then scale and history stay.
     forget: the earlier history is set to zero, so that scales follow from these amaxes alone.
-    Raises ValueError on a wrong shape, dtype or device.
     """
 
     scale: Written

@@ -26,9 +26,7 @@ class Fp8Transpose(NamedTuple):
 
     x: [T, C], bfloat16; or E4M3, values that a cast by this scale has given. scale: as in
     `fp8_quantise`. Statistics are not noted, as the cast in forward has noted them.
-    sums: [C] or None: only if x is E4M3, the column sums of scale * x are written to it or, with
-    accumulate, added to it.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
+    sums: [C], a gradient, only if x is E4M3: the column sums of scale * x.
     """
 
     x: Tensor

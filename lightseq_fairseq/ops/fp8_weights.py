@@ -107,9 +107,7 @@ def _others(start: int, end: int) -> Iterator[Tile]:
 class Fp8Weights(NamedTuple):
     """Cast matrices that lie in one flat buffer.
 
-    weights: bfloat16 [N].
-    Raises ValueError on a wrong shape, dtype or device, and on a CPU on a tile that does not fit or
-    a wrong scale.
+    weights: bfloat16 [N]. On a CPU, a tile that does not fit raises ValueError.
     """
 
     weights: Tensor

@@ -35,7 +35,6 @@ class LinearFwd(NamedTuple):
     bias and y are bfloat16, and relu is False.
     relu: its derivative is 1 where y > 0, else 0. A NaN may become 0 on a GPU, see
     csrc/linear/nan.cuh.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
     x: Operand
@@ -64,15 +63,13 @@ linear_fwd = define("linear_fwd", LinearFwd)
 
 
 class LinearBwd(NamedTuple):
-    """dx [T, K], EMPTY (numel 0) unless need_dx.
+    """dx [T, K], EMPTY unless need_dx.
 
-    dy: [T, N]. x, weight: as in forward. dweight: [N, K] or None, dbias: [N] or None; overwritten
-    or, with accumulate, added to. onto: [T, K], another gradient of x: the GEMM adds dx to it in
-    place, and dx is not returned (need_dx must be False).
+    dy: [T, N]. x, weight: as in forward. dweight: [N, K]. dbias: [N]. onto: [T, K], another
+    gradient of x: the GEMM adds dx to it in place, and dx is not returned (need_dx must be False).
     In fp8 all operands are `Quantised`: dy needs its values and its transpose, x and weight need
     their transposes. dweight is bfloat16 or float32, and dbias is None: the op that casts dy sums
     it before.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
     dy: Operand

@@ -51,7 +51,6 @@ def keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: float) -> T
 
     rng: int64 [2] = (seed, micro-batch number). site: number of the dropout in the model.
     rows: int64 [R], row ids. A row of the mask depends only on its id, not on the other rows.
-    Raises ValueError on a wrong p, shape, dtype or device.
     """
     check_dropout("keep_mask", Dropout(p, rng, site), rows)
     check_tensor("keep_mask", "rows", rows, ("R",), (torch.int64,))
@@ -65,7 +64,7 @@ def attention_keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: f
     """Which attention probabilities dropout keeps: bool [len(rows), columns].
 
     rows: int64 [R], row ids; a row is a query and head. columns: the keys of its sentence.
-    Other arguments and errors as in `keep_mask`.
+    Other arguments as in `keep_mask`.
     """
     check_dropout("attention_keep_mask", Dropout(p, rng, site), rows)
     check_tensor("attention_keep_mask", "rows", rows, ("R",), (torch.int64,))
