@@ -146,10 +146,11 @@ class TrainingStep:
         self.model, self.low, self.adam, self.objective = model, low, adam, objective
         self.options, self.ranks = options, ranks
         self.device = low.data.device
-        self._has_copy = adam.buffer.data.data_ptr() != low.data.data_ptr()  # float32 beside low
+        # float32 beside low
+        self._has_copy = adam.fused.buffer.data.data_ptr() != low.data.data_ptr()
         self._exchange = Exchange(ranks, low)
         if ranks.sharded:
-            adam.shard(self._exchange, self._has_copy)
+            adam.fused.shard(self._exchange, self._has_copy)
         self.gradients = self._exchange.gradients
         self.fp8 = OFF
         if scales is not None:
@@ -243,12 +244,12 @@ class TrainingStep:
             self.forget_graphs()
 
     def _split_parameters(self) -> Tensor | None:
-        """``FlatAdam.split``, if float32 parameters have bf16 copies.
+        """``AdamState.split``, if float32 parameters have bf16 copies.
 
         Returns the memory that is free from now on, unless it has been so before.
         """
         if self._has_copy and self.low.data.dtype == torch.bfloat16:
-            return self.adam.split(self.low.data)
+            return self.adam.fused.split(self.low.data)
         return None
 
     def _collect_or_retry(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
@@ -343,7 +344,7 @@ class TrainingStep:
             mean = self._counts[Count.SAMPLE_SIZE].clamp_min(1.0) / self.ranks.count
             given[Given.SAMPLE_SIZE].copy_(mean)
         if self.ranks.sharded:
-            norm = self._counts[Count.SQUARES].sqrt().to(self.adam.dtype)
+            norm = self._counts[Count.SQUARES].sqrt().to(self.adam.fused.exp_avg.dtype)
         else:
             norm = ops.adam_norm(gradient)
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -360,7 +361,7 @@ class TrainingStep:
         self.fp8.update(state[State.SKIPPED])
         # With sharded state, the ranks must first gather the weights.
         cast = None if self.ranks.sharded else self.fp8.weight_cast()
-        self.adam.fused_step(
+        self.adam.fused.update(
             gradient, self.low.data if self._has_copy else None, state[State.RATE],
             state[State.MULTIPLIER], norm, options.max_norm, options.clip_eps,
             self._exchange.finish, cast,
