@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.memory.parameters import FlatBuffer, read_as_one
+from lightseq_fairseq.ops.numerics import store_gradient
 
 
 class DirectGradients:
@@ -79,10 +80,8 @@ class DirectGradients:
         ops.flush_column_sums(self.flat, wanted=True)
         for parameter in self.buffer.parameters:
             if parameter.grad is not None:
-                view = self.view(parameter)
-                view.add_(parameter.grad) if self.is_added(parameter) else view.copy_(
-                    parameter.grad
-                )
+                accumulate = self.is_added(parameter)
+                store_gradient(self.view(parameter), parameter.grad, accumulate)
                 parameter.grad = None
                 self._count(parameter)
         self._finish(set(self._open))
