@@ -112,16 +112,13 @@ class AdamStep(NamedTuple):
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"{op}: {name} must be at least 0 and below 1, got {beta}")
-        if self.cast is not None:
-            self._check_cast(op, self.cast)
-
-    def _check_cast(self, op: str, cast: WeightCast) -> None:
-        param, grad, param_low = self.param, self.grad, self.param_low
-        check_contiguous(op, "param", param, ("N",), (torch.int16,))
-        check_contiguous(op, "grad", grad, param.shape, (torch.bfloat16,))
+        if self.cast is None:
+            return
+        check_tensor(op, "param", param, ("N",), (torch.int16,))
+        check_tensor(op, "grad", grad, param.shape, (torch.bfloat16,))
         assert param_low is not None  # as param is int16
-        Fp8Weights(param_low, cast).check(op)
-        tiles, quads = cast.tiles, len(param) // QUAD
+        Fp8Weights(param_low, self.cast).check(op)
+        tiles, quads = self.cast.tiles, len(param) // QUAD
         if tiles.device.type == "cpu" and (covered := (tiles[:, 2] * tiles[:, 3]).sum()) != quads:
             raise ValueError(f"{op}: the tiles cover {QUAD * covered} of {QUAD * quads} parameters")
 

@@ -66,10 +66,6 @@ class BiasActivationDropoutFwd(NamedTuple):
         return self.x.new_empty(self.x.shape)
 
     def reference(self) -> Tensor:
-        return self.compute().to(self.x.dtype)
-
-    def compute(self) -> Tensor:
-        """y in the working precision."""
         x, bias, activation, dropout = self
         dtype = work_dtype(x)
         y = x.to(dtype, copy=True) if bias is None else torch.add(x.to(dtype), bias)
@@ -77,7 +73,7 @@ class BiasActivationDropoutFwd(NamedTuple):
             y.relu_()
         elif activation != "identity":
             y, _ = gelu(y, activation, need_slope=False)
-        return drop(y, dropout)
+        return drop(y, dropout).to(x.dtype)
 
 
 bias_activation_dropout_fwd = define("bias_activation_dropout_fwd", BiasActivationDropoutFwd)
@@ -107,10 +103,6 @@ class BiasActivationDropoutBwd(NamedTuple):
         return self.x.new_empty(self.x.shape)
 
     def reference(self) -> Tensor:
-        return self.compute().to(self.x.dtype)
-
-    def compute(self) -> Tensor:
-        """dx in the working precision; writes dbias."""
         dy, x, bias, activation, dropout, dbias, accumulate = self
         dtype = work_dtype(x)
         dx = dropped(dy, dropout)
@@ -124,7 +116,7 @@ class BiasActivationDropoutBwd(NamedTuple):
                 torch.ops.aten.gelu_backward(dx, before, approximate=approximation, grad_input=dx)
         if dbias is not None:
             store_gradient(dbias, column_sum(dx), accumulate)
-        return dx
+        return dx.to(x.dtype)
 
 
 bias_activation_dropout_bwd = define("bias_activation_dropout_bwd", BiasActivationDropoutBwd)

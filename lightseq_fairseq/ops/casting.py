@@ -18,13 +18,11 @@ Source: Micikevicius et al. 2022, "FP8 formats for deep learning".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .arguments import Cast
-from .checks import FLOATS, check_power_of_two, check_tensor
+from .checks import FLOATS, Dtypes, check_power_of_two, check_tensor
 
 E4M3 = torch.float8_e4m3fn
 MOST = 448.0  # the largest number of E4M3
@@ -35,7 +33,7 @@ ALIGNMENT = 16
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def dtypes_for(cast: Cast | None) -> Sequence[torch.dtype]:
+def dtypes_for(cast: Cast | None) -> Dtypes:
     """The dtypes of the inputs of an op whose result is cast, or not."""
     return FLOATS if cast is None else (torch.bfloat16,)
 

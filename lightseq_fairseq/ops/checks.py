@@ -17,23 +17,17 @@ from torch import Tensor
 
 from .arguments import Dropout
 
+Shape = Sequence[int | str]  # a str stands for any size
+Dtypes = Sequence[torch.dtype]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 _TRUSTED = "_lightseq_boundaries"  # attribute of tensors: (_version, rows, longest)
 
 
 def check_tensor(
-    op: str,
-    name: str,
-    x: Tensor,
-    shape: Sequence[int | str],
-    dtypes: Sequence[torch.dtype],
-    like: Tensor | None = None,
+    op: str, name: str, x: Tensor, shape: Shape, dtypes: Dtypes, like: Tensor | None = None
 ) -> None:
-    """Raise ValueError unless x has this shape, one of the dtypes and the device of `like`.
-
-    In `shape` a str stands for any size.
-    """
+    """Raise ValueError unless x has this shape, one of the dtypes and the device of `like`."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
     sizes = x.shape
@@ -62,12 +56,7 @@ def _of_autocast(x: Tensor) -> str:
 
 
 def check_rows(
-    op: str,
-    name: str,
-    x: Tensor,
-    shape: Sequence[int | str],
-    dtypes: Sequence[torch.dtype],
-    like: Tensor | None = None,
+    op: str, name: str, x: Tensor, shape: Shape, dtypes: Dtypes, like: Tensor | None = None
 ) -> None:
     """As `check_tensor`; the last dimension of x must also be contiguous.
 
@@ -81,12 +70,7 @@ def check_rows(
 
 
 def check_contiguous(
-    op: str,
-    name: str,
-    x: Tensor,
-    shape: Sequence[int | str],
-    dtypes: Sequence[torch.dtype],
-    like: Tensor | None = None,
+    op: str, name: str, x: Tensor, shape: Shape, dtypes: Dtypes, like: Tensor | None = None
 ) -> None:
     """As `check_tensor`; x must also be contiguous."""
     check_tensor(op, name, x, shape, dtypes, like)
@@ -95,9 +79,7 @@ def check_contiguous(
         raise ValueError(f"{op}: {name} must be contiguous, its {found}")
 
 
-def check_vectors(
-    op: str, like: Tensor, dtypes: Sequence[torch.dtype], **vectors: Tensor | None
-) -> None:
+def check_vectors(op: str, like: Tensor, dtypes: Dtypes, **vectors: Tensor | None) -> None:
     """Raise ValueError unless each vector that is given is [C], for rows `like` [T, C]."""
     for name, vector in vectors.items():
         if vector is not None:

@@ -15,7 +15,6 @@ multiples of 16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from .arguments import Operand, Quantised
 from .casting import E4M3, check_scale, check_width, padded
-from .checks import FLOATS, check_rows, check_tensor
+from .checks import FLOATS, Shape, check_rows, check_tensor
 from .numerics import column_sum, store_gradient, work_dtype
 from .registry import Written, define
 
@@ -190,9 +189,8 @@ def check_backward(op: str, dy: Operand, x: Operand, weight: Operand) -> tuple[i
 
 
 def check_operand(
-    op: str, name: str, x: Operand, shape: Sequence[int | str], like: Tensor | None = None,
-    part: str = "values",
-) -> Tensor:  # fmt: skip
+    op: str, name: str, x: Operand, shape: Shape, like: Tensor | None = None, part: str = "values"
+) -> Tensor:
     """Return x, or this part of a `Quantised` x; raise ValueError if it has another shape, or is
     of another kind than the operand `like`. See `checks.check_tensor`."""
     if like is not None and isinstance(x, Quantised) != (like.dtype == E4M3):
@@ -207,7 +205,7 @@ def check_operand(
     return found
 
 
-def check_dweight(op: str, dweight: Tensor | None, shape: Sequence[int], like: Tensor) -> None:
+def check_dweight(op: str, dweight: Tensor | None, shape: Shape, like: Tensor) -> None:
     """Raise ValueError unless dweight can be the gradient of the weight, for operands as `like`."""
     if dweight is not None:
         dtypes = (torch.bfloat16, torch.float32) if like.dtype == E4M3 else FLOATS

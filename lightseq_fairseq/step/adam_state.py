@@ -168,15 +168,14 @@ class AdamState:
             self.spans = [piece for span in self.spans for piece in _cut(span, used)]
         return [span for span in self.spans if used[span.first]]
 
-    def part(self, span: Span) -> slice:
-        """The elements of a span in the buffer, with the gaps between its parameters."""
-        return slice(self.buffer.offsets[span.first], self._ends[span.last])
-
     def common(self, span: Span, place: int) -> tuple[slice, slice]:
-        """The common elements of a span and a part: slices of the buffer and of the moments."""
-        whole, part = self.part(span), self.parts[place]
-        start = max(whole.start, part.start)
-        stop = max(min(whole.stop, part.stop), start)
+        """The common elements of a span and a part: slices of the buffer and of the moments.
+
+        The gaps between the span's parameters are included.
+        """
+        part = self.parts[place]
+        start = max(self.buffer.offsets[span.first], part.start)
+        stop = max(min(self._ends[span.last], part.stop), start)
         shift = self._starts[place] - part.start
         return slice(start, stop), slice(start + shift, stop + shift)
 
