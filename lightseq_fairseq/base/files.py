@@ -59,7 +59,7 @@ def atomic_writer(path: str | Path, advice: str = "", streams: bool = False) -> 
     target = os.path.realpath(path)
     file, within = None, False
     try:
-        with _opened(path) if is_stream else _beside(target) as (temporary, number):
+        with _opened(path, os.O_WRONLY) if is_stream else _beside(target) as (temporary, number):
             file = _File(number, "wb", closefd=False)
             with io.BufferedWriter(file) as buffered:
                 within = True
@@ -143,8 +143,8 @@ class _File(io.FileIO):
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[tuple[str, int]]:
-    number = os.open(path, os.O_WRONLY)
+def _opened(path: str | Path, flags: int) -> Iterator[tuple[str, int]]:
+    number = os.open(path, flags)
     try:
         yield str(path), number
     finally:
@@ -192,11 +192,8 @@ def _remove(path: str) -> None:
 def _sync(path: str | Path) -> None:
     """Sync a file, or the entries of a folder, to disk."""
     try:
-        number = os.open(path, os.O_RDONLY)
-        try:
+        with _opened(path, os.O_RDONLY) as (_, number):
             os.fsync(number)
-        finally:
-            os.close(number)
     except OSError:
         if not os.path.isdir(path):  # some file systems cannot sync a folder
             raise
@@ -217,16 +214,13 @@ def _remove_abandoned(folder: str) -> None:
         found = _TEMPORARY.fullmatch(name)
         if found is None or path in _writing:
             continue
-        with contextlib.suppress(OSError):
-            number = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                lock = _lock(number)
-                is_here = lock is True and found[1] == _machine()
-                is_old = time.time() - os.fstat(number).st_mtime > _DAY
-                if is_here or (is_old and lock is not False):
-                    _remove(path)
-            finally:
-                os.close(number)
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with contextlib.suppress(OSError), _opened(path, flags) as (_, number):
+            lock = _lock(number)
+            is_here = lock is True and found[1] == _machine()
+            is_old = time.time() - os.fstat(number).st_mtime > _DAY
+            if is_here or (is_old and lock is not False):
+                _remove(path)
 
 
 def _machine() -> str:
@@ -322,6 +316,3 @@ def _enter(folder: str, path: str) -> int | None:
                 f"Another training run writes to {folder} ({text or 'it has just started'}): wait "
                 f"until it ends, stop it, or choose another --save-dir."
             )
-
-
-__all__ = ["atomic_writer", "placed", "sole_user"]

@@ -67,8 +67,7 @@ class _BiasActivationDropout(Pair):
     def backward(
         self, kept: list[Any], to: Gradients, needed: Sequence[bool], dy: Tensor
     ) -> list[Tensor | None]:
-        with to.of(*([bias] for bias in self.parameters)) as (written, accumulate):
-            dbias = written[0] if written else None
+        with to.of(self.parameters) as ((dbias,), accumulate):
             dx = ops.bias_activation_dropout_bwd(
                 dy.contiguous(), kept.pop(), self.bias, self.activation, self.dropout, dbias,
                 accumulate,

@@ -40,19 +40,19 @@ class _LookUp(Pair):
     cast: Cast | None = None
 
     def __post_init__(self) -> None:
-        tables = [x for x in (self.weight, self.position_weight) if x is not None]
-        self.parameters = [*tables, *(() if self.norm is None else self.norm[:2])]
+        self.tables = self.tokens, self.weight, self.positions, self.position_weight
+        weights = [x for x in (self.weight, self.position_weight) if x is not None]
+        self.parameters = [*weights, *(() if self.norm is None else self.norm[:2])]
         ids = self.tokens, self.positions, self.dropout.rng
         self.others = [x for x in ids if x is not None]
 
     def forward(self) -> tuple[list[Input], list[Any]]:
         passes.current().wait_for(self.parameters)
-        tables = self.tokens, self.weight, self.positions, self.position_weight
         if self.norm is None:
-            y, values = ops.embedding_fwd(*tables, self.scale, self.dropout, self.cast)
+            y, values = ops.embedding_fwd(*self.tables, self.scale, self.dropout, self.cast)
             return [Input(y, values, None, self.cast)], []
         y, mean, rstd, values = ops.embedding_layer_norm_fwd(
-            *tables, *self.norm[:2], self.scale, self.dropout, self.norm.eps, self.cast
+            *self.tables, *self.norm[:2], self.scale, self.dropout, self.norm.eps, self.cast
         )  # fmt: skip
         return [Input(y, values, None, self.cast)], [mean, rstd]
 
@@ -64,20 +64,16 @@ class _LookUp(Pair):
             rstd, mean = kept.pop(), kept.pop()
             # Look x up again: this costs a kernel, but saves storing x [T, C] since forward.
             none = mask._replace(p=0.0)
-            x, _ = ops.embedding_fwd(
-                self.tokens, self.weight, self.positions, self.position_weight, self.scale, none
-            )
+            x, _ = ops.embedding_fwd(*self.tables, self.scale, none)
             gamma, beta, _ = self.norm
             with to.of([gamma], [beta]) as ((dgamma, dbeta), accumulate):
                 dy = ops.embedding_layer_norm_bwd(
                     dy, x, gamma, mean, rstd, mask, dgamma, dbeta, accumulate
                 )
             mask = none
-        tables = [self.weight]
-        if self.position_weight is not None and self.position_weight.requires_grad:
-            tables.append(self.position_weight)
-        with to.of(*([table] for table in tables)) as (tensors, accumulate):
-            dweight, dposition = (*tensors, None)[:2]
+        positions = self.position_weight
+        trained = [] if positions is None or not positions.requires_grad else [positions]
+        with to.of([self.weight], trained) as ((dweight, dposition), accumulate):
             ops.embedding_bwd(
                 dy, self.tokens, self.positions, self.scale, self.padding_idx, mask,
                 dweight, dposition, accumulate,

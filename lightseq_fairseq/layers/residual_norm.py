@@ -85,9 +85,8 @@ class ResidualNorm:
         """
         total, mean, rstd = kept
         _, gamma, _ = self._vectors
-        with to.of(*([p] for p in self.parameters)) as (tensors, accumulate):
-            written = iter(tensors)
-            dbias, dgamma, dbeta = (None if x is None else next(written) for x in self._vectors)
+        groups = ([] if vector is None else [vector] for vector in self._vectors)
+        with to.of(*groups) as ((dbias, dgamma, dbeta), accumulate):
             dh, dresidual, transpose = ops.dropout_residual_layer_norm_bwd(
                 dy, dresidual, total, gamma, mean, rstd, self.dropout,
                 dgamma=dgamma, dbeta=dbeta, dbias=dbias, accumulate=accumulate, cast=cast,

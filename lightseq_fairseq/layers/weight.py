@@ -41,8 +41,7 @@ class Weight:
         self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), spared: bool = False
     ) -> None:
         self.parameters = (*weights, *biases)
-        self._groups = [group for group in (weights, biases) if group]
-        self._spared = spared
+        self._weights, self._biases, self._spared = weights, biases, spared
         self._fp8 = fp8 = passes.current().fp8.operands(weights)
         self.input_cast: Cast | None = None if fp8 is None else fp8.input
         self.gradient_cast: Cast | None = None if fp8 is None else fp8.gradient
@@ -56,11 +55,11 @@ class Weight:
     def matrix(self) -> Operand:
         if self._fp8 is not None:
             return self._fp8.matrix
-        return read_as_one(self._groups[0], self._spared)
+        return read_as_one(self._weights, self._spared)
 
     @property
     def bias(self) -> Tensor | None:
-        return read_as_one(self._groups[1], self._spared) if len(self._groups) > 1 else None
+        return read_as_one(self._biases, self._spared) if self._biases else None
 
     def multiply(self, x: Input) -> tuple[Tensor, Tensor]:
         """x weight^T + bias [T, N], and what backward needs of x [T, K]."""
@@ -122,9 +121,9 @@ class Weight:
         dy: [T, N], memory of `gradient_like`, or cast by ``gradient_cast``.
         to: receives the gradients of the parameters.
         """
-        with to.of(*self._groups, spared=self._spared) as (tensors, accumulate):
-            dweight, dbias = (*tensors, None)[:2]
+        groups = self._weights, self._biases
+        with to.of(*groups, spared=self._spared) as ((dweight, dbias), accumulate):
             dy, x = self.gradient(dy, dbias, accumulate), self.kept_operand(kept)
             dbias = dbias if self._fp8 is None else None
             need_dx = need_dx and onto is None
-            return ops.linear_bwd(dy, x, self.matrix, dweight, dbias, accumulate, need_dx, onto)
+            return ops.linear_bwd(dy, x, self.matrix, dweight, dbias, onto, accumulate, need_dx)

@@ -283,6 +283,3 @@ def products(model: Any) -> dict[str, Tensor]:
             raise RuntimeError(f"lightseq: {name} and the weights after it are not adjacent")
         weights[name] = weight
     return weights
-
-
-__all__ = ["OFF", "Fp8State", "NoFp8", "Operands", "products"]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.memory.parameters import FlatBuffer, read_as_one
+from lightseq_fairseq.ops.numerics import store_gradient
 
 
 class DirectGradients:
@@ -79,10 +80,8 @@ class DirectGradients:
         ops.flush_column_sums(self.flat, wanted=True)
         for parameter in self.buffer.parameters:
             if parameter.grad is not None:
-                view = self.view(parameter)
-                view.add_(parameter.grad) if self.is_added(parameter) else view.copy_(
-                    parameter.grad
-                )
+                accumulate = self.is_added(parameter)
+                store_gradient(self.view(parameter), parameter.grad, accumulate)
                 parameter.grad = None
                 self._count(parameter)
         self._finish(set(self._open))
@@ -149,16 +148,22 @@ class Gradients:
     @contextmanager
     def of(
         self, *groups: Sequence[Tensor], spared: bool = False
-    ) -> Iterator[tuple[list[Tensor], bool]]:
+    ) -> Iterator[tuple[list[Tensor | None], bool]]:
         """Tensors into which one op writes gradients, and whether it adds to them.
 
         Args:
             groups: parameters that the op reads as one, see ``parameters.read_as_one``. The op
-                writes one tensor for each group, within the block.
+                writes one tensor for each group, within the block; None for an empty group.
             spared: the op reads each of them with its spare rows.
         """
-        wholes = [read_as_one(group, spared) for group in groups]
+        given = [group for group in groups if group]
+        wholes = [read_as_one(group, spared) for group in given]
         direct = self._direct
+
+        def for_groups(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+            left = iter(tensors)
+            return [next(left) if group else None for group in groups]
+
         if direct is not None and all(map(direct.holds, wholes)):
             views = [direct.view(whole) for whole in wholes]
             added = [direct.is_added(whole) for whole in wholes]
@@ -166,12 +171,12 @@ class Gradients:
                 for view, is_added in zip(views, added, strict=True):
                     if not is_added:
                         view.zero_()
-            yield views, any(added)
+            yield for_groups(views), any(added)
             direct.written(wholes)
             return
         new = [torch.empty_like(whole) for whole in wholes]
-        yield new, False
-        for group, gradient in zip(groups, new, strict=True):
+        yield for_groups(new), False
+        for group, gradient in zip(given, new, strict=True):
             rows = [len(parameter) for parameter in group]
             parts = gradient[: sum(rows)].split(rows) if len(gradient) > rows[0] else [gradient]
             for parameter, part in zip(group, parts, strict=True):

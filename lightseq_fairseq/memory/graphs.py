@@ -54,11 +54,12 @@ class Graphs:
         self._eager_runs: Counter[Any] = Counter()  # key -> eager runs since its graph was dropped
         self._needed: dict[Any, int] = {}  # key -> eager runs needed before it is captured again
         self._graphs: OrderedDict[Any, _Captured] = OrderedDict()
-        self._why_not_captured = why_not_captured(device)
-        if self._why_not_captured:
-            logger.info("%s run without CUDA graphs: %s", what, self._why_not_captured)
-        elif self._why_not_captured is None:
+        reason = why_not_captured(device)
+        self._captures = reason is None
+        if self._captures:
             self._begin()
+        elif device.type == "cuda":
+            logger.info("%s run without CUDA graphs: %s", what, reason)
 
     def _begin(self) -> None:
         self._pool = _Pool(self.device)
@@ -79,13 +80,13 @@ class Graphs:
         captured = self._graphs.get(key)
         if captured is not None:
             self._graphs.move_to_end(key)
-        elif self._why_not_captured is None and self._eager_runs[key] >= self._needed.get(
-            key, not is_prepared
-        ):
+        elif self._captures:
+            if self._eager_runs[key] < self._needed.get(key, not is_prepared):
+                self._eager_runs[key] += 1
+                return self._run_eagerly(function)
             captured = self._capture(key, function)
         if captured is None:
-            self._eager_runs[key] += 1
-            return function() if self._why_not_captured is not None else self._run_eagerly(function)
+            return function()
         captured.graph.replay()
         return captured.result
 
@@ -120,8 +121,9 @@ class Graphs:
             self._forget_failure()
             if not isinstance(_cause(error), RuntimeError) or is_out_of_memory(_cause(error)):
                 raise _cause(error) from None
-            self._why_not_captured = str(_cause(error)).partition("\n")[0]
-            logger.warning("%s continue without CUDA graphs: %s", self.what, self._why_not_captured)
+            self._captures = False
+            reason = str(_cause(error)).partition("\n")[0]
+            logger.warning("%s continue without CUDA graphs: %s", self.what, reason)
             return None
         taken = _used_outside_torch(self.device) - before
         self._memory += min(max(taken, 0), _LARGEST_GRAPH)
@@ -152,7 +154,7 @@ class Graphs:
     def clear(self) -> None:
         """Drop all graphs and free their memory."""
         self._eager_runs.clear()
-        if self._why_not_captured is None:
+        if self._captures:
             torch.cuda.synchronize(self.device)  # a graph that uses the pool may still be running
             self._graphs.clear()
             self._begin()
@@ -230,9 +232,9 @@ def wait_for(event: torch.cuda.Event) -> None:
 
 
 def why_not_captured(device: torch.device) -> str | None:
-    """Why steps cannot be captured, in a few words; "" on a CPU; None if they can be captured."""
+    """Why steps cannot be captured, in a few words; None if they can be captured."""
     if device.type != "cuda":
-        return ""
+        return "CUDA graphs need a GPU"
     if os.environ.get("LIGHTSEQ_CAPTURE") == "0":
         return "LIGHTSEQ_CAPTURE=0"
     if os.environ.get("LIGHTSEQ_CHECK_INDICES") == "1":

@@ -85,10 +85,10 @@ class Segments:
 
     def to(self, device: torch.device | str) -> Segments:
         """A copy on ``device``."""
-        moved = (x.to(device) for x in (self.cu_seqlens, self.positions, self.index))
-        cu_seqlens, positions, index = moved
-        trust_boundaries(cu_seqlens, len(positions), self.max_len)
-        return Segments(cu_seqlens, self.max_len, positions, index, self.shape, self.graph_len)
+        cu_seqlens = self.cu_seqlens.to(device)
+        trust_boundaries(cu_seqlens, len(self.positions), self.max_len)
+        positions, index = self.positions.to(device), self.index.to(device)
+        return replace(self, cu_seqlens=cu_seqlens, positions=positions, index=index)
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, L, ...] -> [T, ...]; differentiable."""
@@ -249,13 +249,12 @@ class PackedBatch:
     def __reduce__(self) -> tuple[Any, ...]:
         # Send the block through the worker's pipe by value. torch would put it into shared memory,
         # but fetching the file descriptor takes the main process longer than reading the block.
-        counts = (self.nsentences, self.ntokens, self.longest)
-        rest = (self.layout, self.bucket, *counts, self.part)
-        return _from_array, (self.block.numpy(), *rest)
+        _, *others = vars(self).values()
+        return _from_array, (self.block.numpy(), *others)
 
 
-def _from_array(block: np.ndarray, *rest: Any) -> PackedBatch:
-    return PackedBatch(torch.from_numpy(block), *rest)
+def _from_array(block: np.ndarray, *others: Any) -> PackedBatch:
+    return PackedBatch(torch.from_numpy(block), *others)
 
 
 def _part_sizes(layout: Layout, bucket: Bucket) -> list[int]:

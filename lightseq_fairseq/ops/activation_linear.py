@@ -15,14 +15,14 @@ Shapes: T = packed tokens (rows), P = padded rows, K = inputs, N = outputs.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .arguments import Cast, Operand, Quantised
 from .casting import CASTABLE, check_cast, quantise, quantised_like
-from .checks import FLOATS, check_rows, check_tensor
+from .checks import FLOATS, check_contiguous, check_rows, check_tensor
 from .linear import (
     LinearBwd,
     check_backward,
@@ -38,7 +38,7 @@ from .registry import Written, define
 
 
 class ActivationLinearBwd(NamedTuple):
-    """dz [T, K], and transpose, EMPTY (numel 0).
+    """dz [T, K], and an EMPTY transpose.
 
     With a cast, dz is its values in E4M3, and transpose [K, P] is theirs. dy, x and weight are then
     `Quantised`.
@@ -46,12 +46,10 @@ class ActivationLinearBwd(NamedTuple):
     dy: [T, N]. x: [T, K]. weight: [N, K]. As in `linear_bwd`. slope: [T, K] as
     `linear_activation_fwd` returns it, contiguous if it has bytes; or None for relu: then it
     follows from x, and is 1 where x is NaN. p: dropout probability.
-    dweight: [N, K] or None, dbias: [K] or None; overwritten or, with accumulate, added to.
+    dweight: [N, K]. dbias: [K].
     bias: [K], the bias within z, or None. Where bias is NaN, dbias becomes NaN: the kernel of
     forward may have turned that NaN into 0 in x (see `linear.linear_fwd`). With a cast it is not
     read.
-    Raises ValueError on a wrong shape, dtype, device or layout, on p outside [0, 1), and on a CPU
-    on a wrong scale.
     """
 
     dy: Operand
@@ -70,12 +68,10 @@ class ActivationLinearBwd(NamedTuple):
         rows, inputs, outputs = check_backward(op, dy, x, weight)
         like = matrix(dy)
         if slope is not None:
-            check_tensor(op, "slope", slope, (rows, inputs), (slope_dtype(result_dtype(x)),), like)
-            check_rows(op, "slope", slope)
-            if slope.dtype == torch.uint8 and not slope.is_contiguous():
-                raise ValueError(
-                    f"{op}: slope must be contiguous, its strides are {slope.stride()}"
-                )
+            dtype = slope_dtype(result_dtype(x))
+            check_rows(op, "slope", slope, (rows, inputs), (dtype,), like)
+            if dtype == torch.uint8:
+                check_contiguous(op, "slope", slope, (rows, inputs), (dtype,), like)
         if not 0 <= p < 1:
             raise ValueError(f"{op}: p must be in [0, 1), got {p}")
         check_dweight(op, dweight, (outputs, inputs), like)
@@ -92,7 +88,7 @@ class ActivationLinearBwd(NamedTuple):
         values, transpose = quantised_like(dz, self.cast)
         return dz if self.cast is None else values, transpose
 
-    def reference(self) -> tuple[Annotated[Tensor, "dz"], Annotated[Tensor, "transpose"]]:
+    def reference(self) -> tuple[Tensor, Tensor]:
         dy, x, weight, slope, p, dweight, dbias, accumulate, bias, cast = self
         LinearBwd(dy, x, weight, dweight, None, None, accumulate, need_dx=False).reference()
         dz = product(dy, weight.t())
@@ -114,4 +110,4 @@ class ActivationLinearBwd(NamedTuple):
         return dz if cast is None else values, transpose
 
 
-activation_linear_bwd = define("activation_linear_bwd", ActivationLinearBwd)
+activation_linear_bwd = define("activation_linear_bwd", ActivationLinearBwd, "dz transpose")

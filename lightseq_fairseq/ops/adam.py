@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .arguments import WeightCast
-from .checks import FLOATS, check_tensor
+from .checks import FLOATS, check_contiguous, check_tensor
 from .fp8_weights import QUAD, Fp8Weights
 from .numerics import work_dtype
 from .registry import Written, define
@@ -36,15 +36,12 @@ _NORM_ROW = 1 << 9
 
 
 class AdamNorm(NamedTuple):
-    """L2 norm of grad [N]: 0-dim float32 (float64 for float64). NaN and infinity propagate.
-
-    Raises ValueError unless grad is a contiguous vector of a float dtype.
-    """
+    """L2 norm of grad [N], contiguous: 0-dim float32 (float64 for float64). NaN propagates."""
 
     grad: Tensor
 
     def check(self, op: str) -> None:
-        _check_flat(op, "grad", self.grad, ("N",), FLOATS)
+        check_contiguous(op, "grad", self.grad, ("N",), FLOATS)
 
     def shape(self) -> Tensor:
         return self.grad.new_empty((), dtype=work_dtype(self.grad))
@@ -76,8 +73,7 @@ class AdamStep(NamedTuple):
     cast: then also does `fp8_weights` of the new param_low, without reading it again. It needs an
     int16 param and a bfloat16 grad, and its tiles cover all N parameters.
     If norm * multiplier is not finite, nothing is updated; the cast is that of the old weights.
-    Raises ValueError on a wrong shape, dtype, device or layout, on betas outside [0, 1), and on a
-    CPU on tiles that leave out a parameter.
+    On a CPU, tiles that leave out a parameter raise ValueError.
     """
 
     param: Written
@@ -99,33 +95,30 @@ class AdamStep(NamedTuple):
 
     def check(self, op: str) -> None:
         param, exp_avg, exp_avg_sq, grad, param_low, step, lr, multiplier, norm = self[:9]
-        _check_flat(op, "param", param, ("N",), (torch.float32, torch.float64, torch.int16))
+        check_contiguous(op, "param", param, ("N",), (torch.float32, torch.float64, torch.int16))
         is_split = param.dtype == torch.int16
         work = torch.float32 if is_split else param.dtype
         for name, state in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-            _check_flat(op, name, state, param.shape, (work,), param)
+            check_contiguous(op, name, state, param.shape, (work,), param)
         if is_split and (param_low is None or param_low.dtype != torch.bfloat16):
             raise ValueError(f"{op}: an int16 param needs a bfloat16 param_low")
-        _check_flat(op, "grad", grad, param.shape, FLOATS, param)
+        check_contiguous(op, "grad", grad, param.shape, FLOATS, param)
         if param_low is not None:
             halves = (torch.float16, torch.bfloat16)
-            _check_flat(op, "param_low", param_low, param.shape, halves, param)
+            check_contiguous(op, "param_low", param_low, param.shape, halves, param)
         check_tensor(op, "step", step, (), (torch.int64,), param)
         for name, scalar in (("lr", lr), ("multiplier", multiplier), ("norm", norm)):
             check_tensor(op, name, scalar, (), (torch.float32, torch.float64), param)
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"{op}: {name} must be at least 0 and below 1, got {beta}")
-        if self.cast is not None:
-            self._check_cast(op, self.cast)
-
-    def _check_cast(self, op: str, cast: WeightCast) -> None:
-        param, grad, param_low = self.param, self.grad, self.param_low
-        _check_flat(op, "param", param, ("N",), (torch.int16,))
-        _check_flat(op, "grad", grad, param.shape, (torch.bfloat16,))
+        if self.cast is None:
+            return
+        check_tensor(op, "param", param, ("N",), (torch.int16,))
+        check_tensor(op, "grad", grad, param.shape, (torch.bfloat16,))
         assert param_low is not None  # as param is int16
-        Fp8Weights(param_low, cast).check(op)
-        tiles, quads = cast.tiles, len(param) // QUAD
+        Fp8Weights(param_low, self.cast).check(op)
+        tiles, quads = self.cast.tiles, len(param) // QUAD
         if tiles.device.type == "cpu" and (covered := (tiles[:, 2] * tiles[:, 3]).sum()) != quads:
             raise ValueError(f"{op}: the tiles cover {QUAD * covered} of {QUAD * quads} parameters")
 
@@ -191,16 +184,3 @@ def split_floats(x: Tensor, high: Tensor) -> Tensor:
 def join_floats(high: Tensor, remainders: Tensor) -> Tensor:
     """Inverse of `split_floats`: float32 [N] from its bfloat16 and int16 parts."""
     return (high.view(torch.int16).int() << 16).add_(remainders).view(torch.float32)
-
-
-def _check_flat(
-    op: str,
-    name: str,
-    x: Tensor,
-    shape: tuple[int | str, ...] | torch.Size,
-    dtypes: tuple[torch.dtype, ...],
-    like: Tensor | None = None,
-) -> None:
-    check_tensor(op, name, x, shape, dtypes, like)
-    if not x.is_contiguous():
-        raise ValueError(f"{op}: {name} must be contiguous, its stride is {x.stride(0)}")

@@ -1,5 +1,15 @@
 """Arguments that belong together; `registry` flattens them into the schema of an op.
 
+The docstrings of ops do not repeat what holds for all of them:
+
+* An op raises ValueError on a wrong shape, dtype, device or layout, on a number outside its range
+  and on an unknown activation. Indices and scales are read on a CPU; on a GPU only with
+  LIGHTSEQ_CHECK_INDICES=1. `checks.check_boundaries` says when a GPU's boundaries are read.
+* A result that is not wanted is EMPTY (numel 0): without a cast, so are the results in E4M3.
+* The gradient of a parameter (dweight, dbias, ...) is overwritten or, with ``accumulate``, added
+  to. It may be None.
+* Statistics of rows (mean, rstd, lse, loss) are float32, or float64 for float64.
+
 Shapes: T = rows, C = columns, P = padded rows, M = matrices, S = elements of all matrices,
 B = tiles.
 """

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,13 +37,11 @@ from .padding import pad, padded_tokens, slots_of, slotted
 from .philox import attention_dropout_factors
 from .registry import Written, define
 
-Attended = tuple[Annotated[Tensor, "out"], Annotated[Tensor, "lse"], Annotated[Tensor, "values"]]
-
 
 class AttentionFwd(NamedTuple):
     """(out [Tq, H, D] contiguous, lse [Tq, H], values [Tq, H * D]: out in E4M3).
 
-    lse is float32, or float64 if q is float32 or float64.
+    lse is float64 if q is float32, too.
 
     q: [Tq, H, D]; k, v: [Tk, H, D]; rows may be strided (views of a wider GEMM's output).
     cu_q, cu_k: int32 [B + 1], first row of each sentence, then the end of the last. A sentence may
@@ -51,10 +49,7 @@ class AttentionFwd(NamedTuple):
     max_q, max_k: length of the longest sentence, or an upper bound of it.
     scale: factor of the scores, positive and finite (fairseq: D^-0.5).
     dropout: of the probabilities, see `philox.attention_keep_mask`.
-    cast: of out; q, k and v are then bfloat16. Without it, values are EMPTY (numel 0).
-    Raises ValueError on a wrong shape, dtype, device or layout, on invalid boundaries, on sentences
-    longer than max_*, and on a CPU on a wrong scale of the cast. `checks.check_boundaries` says
-    when a GPU's boundaries are checked.
+    cast: of out; q, k and v are then bfloat16.
     """
 
     q: Tensor
@@ -71,11 +66,9 @@ class AttentionFwd(NamedTuple):
 
     def check(self, op: str) -> None:
         q, k, v, cu_q, cu_k, max_q, max_k = self[:7]
-        check_tensor(op, "q", q, ("Tq", "H", "D"), dtypes_for(self.cast))
-        check_tensor(op, "k", k, ("Tk", *q.shape[1:]), (q.dtype,), q)
-        check_tensor(op, "v", v, k.shape, (q.dtype,), q)
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_rows(op, name, x)
+        check_rows(op, "q", q, ("Tq", "H", "D"), dtypes_for(self.cast))
+        check_rows(op, "k", k, ("Tk", *q.shape[1:]), (q.dtype,), q)
+        check_rows(op, "v", v, k.shape, (q.dtype,), q)
         check_tensor(op, "cu_q", cu_q, ("B + 1",), (torch.int32,), q)
         check_tensor(op, "cu_k", cu_k, cu_q.shape, (torch.int32,), q)
         if len(cu_q) < 2:
@@ -92,12 +85,12 @@ class AttentionFwd(NamedTuple):
         check_boundaries(op, "cu_k", cu_k, len(k), ("max_k", max_k))
         check_cast(op, self.cast, q.flatten(1))
 
-    def shape(self) -> Attended:
+    def shape(self) -> tuple[Tensor, Tensor, Tensor]:
         q = self.q
         out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_lse_dtype(q))
         return out, lse, quantised_like(out.flatten(1), self.cast)[0]
 
-    def reference(self) -> Attended:
+    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
         out, lse = self._attend()
         return out, lse, quantise(out.flatten(1), self.cast)[0]
 
@@ -130,7 +123,7 @@ class AttentionFwd(NamedTuple):
         return out.view(rows, heads, width).to(q.dtype), lse.view(rows, heads)
 
 
-attention_fwd = define("attention_fwd", AttentionFwd)
+attention_fwd = define("attention_fwd", AttentionFwd, "out lse values")
 
 
 class AttentionBwd(NamedTuple):
@@ -140,7 +133,7 @@ class AttentionBwd(NamedTuple):
     q_cast, k_cast: of dq, and of both dk and dv, or neither; k_cast may be q_cast. With them all
     inputs are bfloat16, and dq, dk, dv are E4M3: heads are adjacent, rows begin at multiples of 16
     numbers, as in column slices of a matrix.
-    Other arguments and errors as in forward.
+    Other arguments as in forward.
     """
 
     dout: Tensor
@@ -172,15 +165,15 @@ class AttentionBwd(NamedTuple):
             raise ValueError(f"{op}: give both q_cast and k_cast, or neither")
         self.forward._replace(cast=q_cast).check(op)
         for name, x in (("dout", self.dout), ("out", self.out)):
-            check_tensor(op, name, x, q.shape, (q.dtype,), q)
-            check_rows(op, name, x)
+            check_rows(op, name, x, q.shape, (q.dtype,), q)
         check_tensor(op, "lse", self.lse, q.shape[:2], (_lse_dtype(q),), q)
         check_cast(op, k_cast, k.flatten(1))
         for name, x, like in (("dq", self.dq, q), ("dk", self.dk, k), ("dv", self.dv, k)):
-            check_tensor(op, name, x, like.shape, (q.dtype if q_cast is None else E4M3,), q)
             if q_cast is None:
-                check_rows(op, name, x)
-            elif len(x) and (x.stride()[1:] != (x.shape[2], 1) or x.stride(0) % ALIGNMENT):
+                check_rows(op, name, x, like.shape, (q.dtype,), q)
+                continue
+            check_tensor(op, name, x, like.shape, (E4M3,), q)
+            if len(x) and (x.stride()[1:] != (x.shape[2], 1) or x.stride(0) % ALIGNMENT):
                 raise ValueError(
                     f"{op}: {name} must have adjacent heads, and rows at multiples of {ALIGNMENT} "
                     f"numbers, but its strides are {x.stride()}"

@@ -40,7 +40,6 @@ class BeamAdvance(NamedTuple):
     steps, row n % 2 is set to (n, UNFINISHED) by one store. When the host sees this report, the
     results of these steps are complete: another stream may read them at once.
     An eos counts only among the first `beam` candidates, and only until there are `beam` results.
-    Raises ValueError on a wrong shape, dtype, device or layout.
     """
 
     candidate_scores: Tensor

@@ -12,7 +12,7 @@ V = vocabulary.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Progress(IntEnum):
     SCRATCH = 3  # scratch space of a kernel, zero between launches
 
 
-Candidates = tuple[Annotated[Tensor, "candidate_scores"], Annotated[Tensor, "candidate_tokens"]]
+_RESULTS = "candidate_scores candidate_tokens"
 
 
 class BeamCandidates(NamedTuple):
@@ -43,7 +43,6 @@ class BeamCandidates(NamedTuple):
     min_len and is the only token from step MAX_LEN on, and unk_penalty is subtracted from the
     log-probability of unk.
     Candidates are sorted, best first; ties: the lowest token first. A NaN counts as -inf.
-    Raises ValueError on a wrong shape, dtype, device or layout.
     Source: fairseq.search.BeamSearch.step, and SequenceGenerator before it.
     """
 
@@ -64,10 +63,10 @@ class BeamCandidates(NamedTuple):
         if not 1 <= count < logits.shape[1]:
             raise ValueError(f"{op}: count must be at least 1 and below V, got {count}")
 
-    def shape(self) -> Candidates:
+    def shape(self) -> tuple[Tensor, Tensor]:
         return _empty(self.logits, self.count)
 
-    def reference(self) -> Candidates:
+    def reference(self) -> tuple[Tensor, Tensor]:
         count = self.count
         totals = _log_probabilities(self).add_(self.scores[:, None])
         best, tokens = totals.topk(count + 1)
@@ -83,7 +82,7 @@ class BeamCandidates(NamedTuple):
         return best, tokens.gather(1, order).int()
 
 
-beam_candidates = define("beam_candidates", BeamCandidates)
+beam_candidates = define("beam_candidates", BeamCandidates, _RESULTS)
 
 
 class BeamSample(NamedTuple):
@@ -96,7 +95,7 @@ class BeamSample(NamedTuple):
     logit under the rules of `beam_candidates`; ties: the lowest token first. (torch.topk, which
     fairseq uses, keeps as many, but leaves open which of tied tokens.) Scores are not renormalised.
     A row without any possible token, or whose score is -inf, gives eos with score -inf. Other
-    arguments and errors as in `beam_candidates`.
+    arguments as in `beam_candidates`.
     Source: fairseq.search.Sampling; Holtzman et al. 2020 (topp). The random numbers differ from
     fairseq's.
     """
@@ -122,10 +121,10 @@ class BeamSample(NamedTuple):
         check_slots(op, sentences, beam, scores)
         check_tensor(op, "rng", rng, (2,), (torch.int64,), logits)
 
-    def shape(self) -> Candidates:
+    def shape(self) -> tuple[Tensor, Tensor]:
         return _empty(self.logits, 1)
 
-    def reference(self) -> Candidates:
+    def reference(self) -> tuple[Tensor, Tensor]:
         logits, scores, sentences, progress, rng, beam, topk, topp = self[:8]
         logs = _log_probabilities(self)
         weights = logs.exp()
@@ -153,7 +152,7 @@ class BeamSample(NamedTuple):
         return drawn, tokens.int()
 
 
-beam_sample = define("beam_sample", BeamSample)
+beam_sample = define("beam_sample", BeamSample, _RESULTS)
 
 
 def _log_probabilities(a: BeamCandidates | BeamSample) -> Tensor:
@@ -185,12 +184,11 @@ def check_slots(op: str, sentences: Tensor, beam: int, scores: Tensor) -> None:
 
 
 def _check_logits(op: str, logits: Tensor, scores: Tensor, progress: Tensor) -> None:
-    check_tensor(op, "logits", logits, ("N", "V"), FLOATS)
-    check_rows(op, "logits", logits)
+    check_rows(op, "logits", logits, ("N", "V"), FLOATS)
     check_tensor(op, "scores", scores, logits.shape[:1], (torch.float32,), logits)
     check_tensor(op, "progress", progress, (len(Progress),), (torch.int32,), logits)
 
 
-def _empty(logits: Tensor, count: int) -> Candidates:
+def _empty(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], count)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)

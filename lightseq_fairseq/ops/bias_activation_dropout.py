@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .arguments import Dropout
-from .checks import FLOATS, check_dropout, check_rows, check_tensor
+from .checks import FLOATS, check_dropout, check_rows, check_vectors
 from .numerics import column_sum, store_gradient, work_dtype
 from .philox import drop, dropped
 from .registry import Written, define
@@ -30,7 +30,7 @@ _FAR = 128.0  # above it gelu(x) is x with derivative 1; below -_FAR both are 0
 
 
 def gelu(x: Tensor, activation: str, need_slope: bool) -> tuple[Tensor, Tensor]:
-    """gelu(x) and its derivative, which is EMPTY (numel 0) unless need_slope.
+    """gelu(x) and its derivative, which is EMPTY unless need_slope.
 
     Infinities map to their limits; torch's formulas would multiply them by 0 (NaN).
     """
@@ -47,7 +47,6 @@ class BiasActivationDropoutFwd(NamedTuple):
     """y [T, F] = dropout(activation(x + bias)), in x's dtype.
 
     x: [T, F]. bias: [F] of x's dtype, or None. activation: one of ACTIVATIONS.
-    Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout.
     """
 
     x: Tensor
@@ -57,10 +56,8 @@ class BiasActivationDropoutFwd(NamedTuple):
 
     def check(self, op: str) -> None:
         x, bias, activation, dropout = self
-        check_tensor(op, "x", x, ("T", "F"), FLOATS)
-        check_rows(op, "x", x)
-        if bias is not None:
-            check_tensor(op, "bias", bias, x.shape[1:], (x.dtype,), x)
+        check_rows(op, "x", x, ("T", "F"), FLOATS)
+        check_vectors(op, x, (x.dtype,), bias=bias)
         if activation not in ACTIVATIONS:
             raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
         check_dropout(op, dropout, x)
@@ -69,10 +66,6 @@ class BiasActivationDropoutFwd(NamedTuple):
         return self.x.new_empty(self.x.shape)
 
     def reference(self) -> Tensor:
-        return self.compute().to(self.x.dtype)
-
-    def compute(self) -> Tensor:
-        """y in the working precision."""
         x, bias, activation, dropout = self
         dtype = work_dtype(x)
         y = x.to(dtype, copy=True) if bias is None else torch.add(x.to(dtype), bias)
@@ -80,16 +73,16 @@ class BiasActivationDropoutFwd(NamedTuple):
             y.relu_()
         elif activation != "identity":
             y, _ = gelu(y, activation, need_slope=False)
-        return drop(y, dropout)
+        return drop(y, dropout).to(x.dtype)
 
 
 bias_activation_dropout_fwd = define("bias_activation_dropout_fwd", BiasActivationDropoutFwd)
 
 
 class BiasActivationDropoutBwd(NamedTuple):
-    """dx [T, F]; its column sum is written to dbias [F] or, with accumulate, added to it.
+    """dx [T, F]; dbias [F] is its column sum.
 
-    dy: [T, F]. Other arguments and errors as in forward.
+    dy: [T, F]. Other arguments as in forward.
     """
 
     dy: Tensor
@@ -101,21 +94,15 @@ class BiasActivationDropoutBwd(NamedTuple):
     accumulate: bool
 
     def check(self, op: str) -> None:
-        dy, x, dbias = self.dy, self.x, self.dbias
+        x = self.x
         BiasActivationDropoutFwd(*self[1:5]).check(op)
-        check_tensor(op, "dy", dy, x.shape, (x.dtype,), x)
-        check_rows(op, "dy", dy)
-        if dbias is not None:
-            check_tensor(op, "dbias", dbias, x.shape[1:], FLOATS, x)
+        check_rows(op, "dy", self.dy, x.shape, (x.dtype,), x)
+        check_vectors(op, x, FLOATS, dbias=self.dbias)
 
     def shape(self) -> Tensor:
         return self.x.new_empty(self.x.shape)
 
     def reference(self) -> Tensor:
-        return self.compute().to(self.x.dtype)
-
-    def compute(self) -> Tensor:
-        """dx in the working precision; writes dbias."""
         dy, x, bias, activation, dropout, dbias, accumulate = self
         dtype = work_dtype(x)
         dx = dropped(dy, dropout)
@@ -129,7 +116,7 @@ class BiasActivationDropoutBwd(NamedTuple):
                 torch.ops.aten.gelu_backward(dx, before, approximate=approximation, grad_input=dx)
         if dbias is not None:
             store_gradient(dbias, column_sum(dx), accumulate)
-        return dx
+        return dx.to(x.dtype)
 
 
 bias_activation_dropout_bwd = define("bias_activation_dropout_bwd", BiasActivationDropoutBwd)

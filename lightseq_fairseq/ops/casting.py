@@ -18,13 +18,11 @@ Source: Micikevicius et al. 2022, "FP8 formats for deep learning".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .arguments import Cast
-from .checks import FLOATS, check_power_of_two, check_tensor
+from .checks import FLOATS, Dtypes, check_power_of_two, check_tensor
 
 E4M3 = torch.float8_e4m3fn
 MOST = 448.0  # the largest number of E4M3
@@ -35,7 +33,7 @@ ALIGNMENT = 16
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def dtypes_for(cast: Cast | None) -> Sequence[torch.dtype]:
+def dtypes_for(cast: Cast | None) -> Dtypes:
     """The dtypes of the inputs of an op whose result is cast, or not."""
     return FLOATS if cast is None else (torch.bfloat16,)
 
@@ -69,7 +67,7 @@ def padded(rows: int) -> int:
 
 
 def quantised_like(x: Tensor, cast: Cast | None) -> tuple[Tensor, Tensor]:
-    """Uninitialised values and transpose of x [T, C]; EMPTY (numel 0) without a cast."""
+    """Uninitialised values and transpose of x [T, C]; EMPTY without a cast."""
     if cast is None:
         return x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=E4M3)
     rows, columns = x.shape
@@ -77,7 +75,7 @@ def quantised_like(x: Tensor, cast: Cast | None) -> tuple[Tensor, Tensor]:
 
 
 def quantise(x: Tensor, cast: Cast | None) -> tuple[Tensor, Tensor]:
-    """Values and transpose of x [T, C] by the rule above; EMPTY (numel 0) without a cast."""
+    """Values and transpose of x [T, C] by the rule above; EMPTY without a cast."""
     if cast is None:
         return quantised_like(x, None)
     scale, amax, saturated = cast

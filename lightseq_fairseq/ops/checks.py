@@ -17,23 +17,17 @@ from torch import Tensor
 
 from .arguments import Dropout
 
+Shape = Sequence[int | str]  # a str stands for any size
+Dtypes = Sequence[torch.dtype]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 _TRUSTED = "_lightseq_boundaries"  # attribute of tensors: (_version, rows, longest)
 
 
 def check_tensor(
-    op: str,
-    name: str,
-    x: Tensor,
-    shape: Sequence[int | str],
-    dtypes: Sequence[torch.dtype],
-    like: Tensor | None = None,
+    op: str, name: str, x: Tensor, shape: Shape, dtypes: Dtypes, like: Tensor | None = None
 ) -> None:
-    """Raise ValueError unless x has this shape, one of the dtypes and the device of `like`.
-
-    In `shape` a str stands for any size.
-    """
+    """Raise ValueError unless x has this shape, one of the dtypes and the device of `like`."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
     sizes = x.shape
@@ -61,15 +55,35 @@ def _of_autocast(x: Tensor) -> str:
     )
 
 
-def check_rows(op: str, name: str, x: Tensor) -> None:
-    """Raise ValueError unless the last dimension of x is contiguous.
+def check_rows(
+    op: str, name: str, x: Tensor, shape: Shape, dtypes: Dtypes, like: Tensor | None = None
+) -> None:
+    """As `check_tensor`; the last dimension of x must also be contiguous.
 
     Kernels read rows 16 bytes at a time.
     """
+    check_tensor(op, name, x, shape, dtypes, like)
     if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
         raise ValueError(
             f"{op}: {name} must be contiguous in its last dimension, its strides are {x.stride()}"
         )
+
+
+def check_contiguous(
+    op: str, name: str, x: Tensor, shape: Shape, dtypes: Dtypes, like: Tensor | None = None
+) -> None:
+    """As `check_tensor`; x must also be contiguous."""
+    check_tensor(op, name, x, shape, dtypes, like)
+    if not x.is_contiguous():
+        found = f"stride is {x.stride(0)}" if x.dim() == 1 else f"strides are {x.stride()}"
+        raise ValueError(f"{op}: {name} must be contiguous, its {found}")
+
+
+def check_vectors(op: str, like: Tensor, dtypes: Dtypes, **vectors: Tensor | None) -> None:
+    """Raise ValueError unless each vector that is given is [C], for rows `like` [T, C]."""
+    for name, vector in vectors.items():
+        if vector is not None:
+            check_tensor(op, name, vector, like.shape[1:], dtypes, like)
 
 
 def check_dropout(op: str, dropout: Dropout, like: Tensor) -> None:
@@ -77,9 +91,7 @@ def check_dropout(op: str, dropout: Dropout, like: Tensor) -> None:
     p, rng, _ = dropout
     if not 0.0 <= p < 1.0:
         raise ValueError(f"{op}: p must be at least 0 and below 1, got {p}")
-    check_tensor(op, "rng", rng, (2,), (torch.int64,), like)
-    if not rng.is_contiguous():
-        raise ValueError(f"{op}: rng must be contiguous, its stride is {rng.stride(0)}")
+    check_contiguous(op, "rng", rng, (2,), (torch.int64,), like)
 
 
 def _has_values(x: Tensor) -> bool:

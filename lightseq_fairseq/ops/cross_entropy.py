@@ -12,7 +12,7 @@ Shapes: T = rows (tokens), V = vocabulary.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,25 +25,12 @@ from .registry import Written, define
 _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 26
 
 
-Outputs = tuple[
-    Annotated[Tensor, "loss"],
-    Annotated[Tensor, "nll"],
-    Annotated[Tensor, "lse"],
-    Annotated[Tensor, "correct"],
-]
-OutputsOfBoth = tuple[
-    Annotated[Tensor, "loss"], Annotated[Tensor, "nll"], Annotated[Tensor, "correct"]
-]
-
-
 class CrossEntropyFwd(NamedTuple):
-    """(loss [T], nll [T], lse [T], correct [T]); float32 (float64 for float64), correct bool.
+    """(loss [T], nll [T], lse [T], correct bool [T]).
 
     logits: [T, V]. target: int32 or int64 [T], in [0, V). smoothing: in [0, 1).
     loss and nll are 0 and correct is False where target == padding_idx.
-    correct: whether the target's logit is the largest; EMPTY (numel 0) unless accuracy is set.
-    Raises ValueError on a wrong shape, dtype, device or layout; on a target out of range (on a GPU
-    only with LIGHTSEQ_CHECK_INDICES=1).
+    correct: whether the target's logit is the largest; EMPTY unless accuracy is set.
     """
 
     logits: Tensor
@@ -55,12 +42,12 @@ class CrossEntropyFwd(NamedTuple):
     def check(self, op: str) -> None:
         _check(op, self.logits, self.target, self.smoothing)
 
-    def shape(self) -> Outputs:
+    def shape(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits, rows = self.logits, self.logits.shape[0]
         loss, nll, lse = (logits.new_empty(rows, dtype=work_dtype(logits)) for _ in range(3))
         return loss, nll, lse, logits.new_empty(rows if self.accuracy else 0, dtype=torch.bool)
 
-    def reference(self) -> Outputs:
+    def reference(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits, target, smoothing, padding_idx, accuracy = self
         rows, dtype = len(logits), work_dtype(logits)
         lse, total = logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
@@ -86,14 +73,13 @@ class CrossEntropyFwd(NamedTuple):
         return loss.masked_fill(is_pad, 0.0), nll.masked_fill_(is_pad, 0.0), lse, correct
 
 
-cross_entropy_fwd = define("cross_entropy_fwd", CrossEntropyFwd)
+cross_entropy_fwd = define("cross_entropy_fwd", CrossEntropyFwd, "loss nll lse correct")
 
 
 class CrossEntropyBwd(NamedTuple):
     """Overwrite logits [T, V] with their gradient; rows with target == padding_idx become 0.
 
     dloss: float [T], gradient of loss; may be an expanded scalar. lse: forward's result.
-    Raises ValueError on a wrong shape, dtype, device or layout.
     """
 
     dloss: Tensor
@@ -136,7 +122,7 @@ cross_entropy_bwd = define("cross_entropy_bwd", CrossEntropyBwd)
 class CrossEntropyFwdBwd(NamedTuple):
     """Overwrite logits [T, V] with their gradient; return (loss [T], nll [T], correct [T]).
 
-    `CrossEntropyFwd` and `CrossEntropyBwd` in one pass; arguments and errors as there.
+    `CrossEntropyFwd` and `CrossEntropyBwd` in one pass; arguments as there.
     """
 
     dloss: Tensor
@@ -150,18 +136,18 @@ class CrossEntropyFwdBwd(NamedTuple):
         _check(op, self.logits, self.target, self.smoothing)
         check_tensor(op, "dloss", self.dloss, self.target.shape, FLOATS, self.logits)
 
-    def shape(self) -> OutputsOfBoth:
+    def shape(self) -> tuple[Tensor, Tensor, Tensor]:
         loss, nll, _, correct = CrossEntropyFwd(*self[1:]).shape()
         return loss, nll, correct
 
-    def reference(self) -> OutputsOfBoth:
+    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
         dloss, logits, target, smoothing, padding_idx, _ = self
         loss, nll, lse, correct = CrossEntropyFwd(*self[1:]).reference()
         CrossEntropyBwd(dloss, logits, target, lse, smoothing, padding_idx).reference()
         return loss, nll, correct
 
 
-cross_entropy_fwd_bwd = define("cross_entropy_fwd_bwd", CrossEntropyFwdBwd)
+cross_entropy_fwd_bwd = define("cross_entropy_fwd_bwd", CrossEntropyFwdBwd, "loss nll correct")
 
 
 def _weights(smoothing: float, classes: int) -> tuple[float, float]:
@@ -176,8 +162,7 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 
 def _check(op: str, logits: Tensor, target: Tensor, smoothing: float) -> None:
-    check_tensor(op, "logits", logits, ("T", "V"), FLOATS)
-    check_rows(op, "logits", logits)
+    check_rows(op, "logits", logits, ("T", "V"), FLOATS)
     check_tensor(op, "target", target, logits.shape[:1], INTEGERS, logits)
     if not 0.0 <= smoothing < 1.0:
         raise ValueError(f"{op}: smoothing must be at least 0 and below 1, got {smoothing}")

@@ -15,41 +15,29 @@ Dropout: the row id is the token's row, the column is the channel.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .arguments import Cast, Dropout
 from .casting import check_cast, dtypes_for, quantise, quantised_like
-from .checks import FLOATS, check_dropout, check_rows, check_tensor
-from .numerics import column_sum, store_gradient, work_dtype
+from .checks import FLOATS, check_dropout, check_rows, check_tensor, check_vectors
+from .numerics import column_sum, layer_norm_backward, store_gradient, work_dtype
 from .philox import drop, dropped
 from .registry import Written, define
 
-Outputs = tuple[
-    Annotated[Tensor, "sum"],
-    Annotated[Tensor, "y"],
-    Annotated[Tensor, "mean"],
-    Annotated[Tensor, "rstd"],
-    Annotated[Tensor, "values"],
-    Annotated[Tensor, "transpose"],
-]
-Gradients = tuple[
-    Annotated[Tensor, "dx"], Annotated[Tensor, "dresidual"], Annotated[Tensor, "transpose"]
-]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class DropoutResidualLayerNormFwd(NamedTuple):
     """(sum [T, C], y [T, C], mean [T], rstd [T], values [T, C], transpose [C, P]).
 
     x, residual: [T, C]. bias, gamma, beta: [C]. All of one dtype; bias, residual may be None.
-    sum is EMPTY (numel 0) if it equals x (no bias, no residual, p == 0): use x instead.
+    sum is EMPTY if it equals x (no bias, no residual, p == 0): use x instead.
     gamma and beta None: no LayerNorm; y, mean, rstd are EMPTY.
-    mean and rstd are float32 (float64 for float64).
     cast: of y; x is then bfloat16, and gamma and beta are given. values and transpose are y in
-    E4M3; EMPTY without a cast. keep_y: False only with a cast; then y is EMPTY.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
+    E4M3. keep_y: False only with a cast; then y is EMPTY.
     """
 
     x: Tensor
@@ -64,14 +52,10 @@ class DropoutResidualLayerNormFwd(NamedTuple):
 
     def check(self, op: str) -> None:
         x, bias, residual, gamma, beta = self[:5]
-        check_tensor(op, "x", x, ("T", "C"), dtypes_for(self.cast))
-        check_rows(op, "x", x)
+        check_rows(op, "x", x, ("T", "C"), dtypes_for(self.cast))
         if residual is not None:
-            check_tensor(op, "residual", residual, x.shape, (x.dtype,), x)
-            check_rows(op, "residual", residual)
-        for name, vector in (("bias", bias), ("gamma", gamma), ("beta", beta)):
-            if vector is not None:
-                check_tensor(op, name, vector, x.shape[1:], (x.dtype,), x)
+            check_rows(op, "residual", residual, x.shape, (x.dtype,), x)
+        check_vectors(op, x, (x.dtype,), bias=bias, gamma=gamma, beta=beta)
         if (gamma is None) != (beta is None):
             raise ValueError(f"{op}: give both gamma and beta, or neither")
         if gamma is None and self.cast is not None:
@@ -116,21 +100,22 @@ class DropoutResidualLayerNormFwd(NamedTuple):
 
 
 dropout_residual_layer_norm_fwd = define(
-    "dropout_residual_layer_norm_fwd", DropoutResidualLayerNormFwd
+    "dropout_residual_layer_norm_fwd",
+    DropoutResidualLayerNormFwd,
+    "sum y mean rstd values transpose",
 )
 
 
 class DropoutResidualLayerNormBwd(NamedTuple):
     """(dx [T, C], dresidual [T, C], transpose [C, P]).
 
-    With p == 0 dx is EMPTY (numel 0), since it equals dresidual. transpose is EMPTY without a cast.
+    With p == 0 dx is EMPTY, since it equals dresidual.
 
     dy, dsum: [T, C], gradients of forward's y and sum; one of them may be None.
     sum: [T, C], forward's result (x if that is EMPTY); read only with dy. mean, rstd: forward's.
-    dgamma, dbeta, dbias: [C] or None; overwritten or, with accumulate, added to.
+    dgamma, dbeta, dbias: [C].
     cast: of dx, also with p == 0; gradients are then bfloat16. dx is its values in E4M3, and
     transpose is theirs; dbias is summed before the cast.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
     dy: Tensor | None
@@ -155,20 +140,15 @@ class DropoutResidualLayerNormBwd(NamedTuple):
         check_tensor(op, name, grad, ("T", "C"), dtypes_for(self.cast))
         for name, rows in (("dy", dy), ("dsum", dsum)):
             if rows is not None:
-                check_tensor(op, name, rows, grad.shape, (grad.dtype,), grad)
-                check_rows(op, name, rows)
+                check_rows(op, name, rows, grad.shape, (grad.dtype,), grad)
         if dy is not None:
             if gamma is None:
                 raise ValueError(f"{op}: dy needs gamma")
-            check_tensor(op, "sum", sum, grad.shape, (grad.dtype,), grad)
-            check_rows(op, "sum", sum)
+            check_rows(op, "sum", sum, grad.shape, (grad.dtype,), grad)
             check_tensor(op, "gamma", gamma, grad.shape[1:], (grad.dtype,), grad)
             check_tensor(op, "mean", mean, grad.shape[:1], (work_dtype(grad),), grad)
             check_tensor(op, "rstd", rstd, grad.shape[:1], (work_dtype(grad),), grad)
-        vectors = (("dgamma", self.dgamma), ("dbeta", self.dbeta), ("dbias", self.dbias))
-        for name, vector in vectors:
-            if vector is not None:
-                check_tensor(op, name, vector, grad.shape[1:], FLOATS, grad)
+        check_vectors(op, grad, FLOATS, dgamma=self.dgamma, dbeta=self.dbeta, dbias=self.dbias)
         check_dropout(op, self.dropout, grad)
         check_cast(op, self.cast, grad)
 
@@ -179,30 +159,17 @@ class DropoutResidualLayerNormBwd(NamedTuple):
         assert grad is not None
         return grad
 
-    def shape(self) -> Gradients:
+    def shape(self) -> tuple[Tensor, Tensor, Tensor]:
         grad = self.grad
         values, transpose = quantised_like(grad, self.cast)
         has_dx = self.dropout.p > 0
         dx = grad.new_empty(grad.shape if has_dx else 0) if self.cast is None else values
         return dx, grad.new_empty(grad.shape), transpose
 
-    def reference(self) -> Gradients:
+    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
         dy, dsum, total, gamma, mean, rstd, dropout, dgamma, dbeta, dbias, accumulate, cast = self
         if dy is not None and gamma is not None:
-            dtype = work_dtype(dy)
-            weight = gamma.to(dtype)
-            dresidual, gamma_grad, beta_grad = torch.ops.aten.native_layer_norm_backward(
-                dy.to(dtype),
-                total.to(dtype),
-                gamma.shape,
-                mean.view(-1, 1),
-                rstd.view(-1, 1),
-                weight,
-                weight,
-                (True, dgamma is not None, dbeta is not None),
-            )
-            store_gradient(dgamma, gamma_grad, accumulate)
-            store_gradient(dbeta, beta_grad, accumulate)
+            dresidual = layer_norm_backward(dy, total, gamma, mean, rstd, dgamma, dbeta, accumulate)
             if dsum is not None:
                 dresidual.add_(dsum)
         else:
@@ -220,5 +187,5 @@ class DropoutResidualLayerNormBwd(NamedTuple):
 
 
 dropout_residual_layer_norm_bwd = define(
-    "dropout_residual_layer_norm_bwd", DropoutResidualLayerNormBwd
+    "dropout_residual_layer_norm_bwd", DropoutResidualLayerNormBwd, "dx dresidual transpose"
 )

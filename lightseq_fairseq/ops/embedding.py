@@ -16,19 +16,25 @@ indices, not the tables.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .arguments import Cast, Dropout
 from .casting import check_cast, dtypes_for, quantise, quantised_like
-from .checks import FLOATS, INTEGERS, check_dropout, check_range, check_rows, check_tensor
-from .numerics import store_gradient, work_dtype
+from .checks import (
+    FLOATS,
+    INTEGERS,
+    check_dropout,
+    check_range,
+    check_rows,
+    check_tensor,
+    check_vectors,
+)
+from .numerics import layer_norm_backward, store_gradient, work_dtype
 from .philox import drop, dropped
 from .registry import Written, define
-
-Embedded = tuple[Annotated[Tensor, "y"], Annotated[Tensor, "values"]]
 
 
 class EmbeddingFwd(NamedTuple):
@@ -37,9 +43,7 @@ class EmbeddingFwd(NamedTuple):
     tokens: int32 or int64 [T], in [0, V). weight: [V, C].
     positions: int32 or int64 [T], in [0, P). position_weight: [P, C]. Both None: no positions.
     scale: factor of the token embedding (fairseq: sqrt(C), or 1 with --no-scale-embedding).
-    cast: of y, whose dtype is then bfloat16. Without it, values are EMPTY (numel 0).
-    Raises ValueError on a wrong shape, dtype, device or layout; on an index out of range (on a GPU
-    only with LIGHTSEQ_CHECK_INDICES=1); on a CPU on a wrong scale of the cast.
+    cast: of y, whose dtype is then bfloat16.
     """
 
     tokens: Tensor
@@ -53,8 +57,7 @@ class EmbeddingFwd(NamedTuple):
     def check(self, op: str) -> None:
         tokens, weight, positions, position_weight = self[:4]
         check_tensor(op, "tokens", tokens, ("T",), INTEGERS, weight)
-        check_tensor(op, "weight", weight, ("V", "C"), dtypes_for(self.cast))
-        check_rows(op, "weight", weight)
+        check_rows(op, "weight", weight, ("V", "C"), dtypes_for(self.cast))
         check_dropout(op, self.dropout, weight)
         check_range(op, "tokens", tokens, len(weight), "V")
         if (positions is None) != (position_weight is None):
@@ -62,12 +65,11 @@ class EmbeddingFwd(NamedTuple):
         if positions is not None and position_weight is not None:
             check_tensor(op, "positions", positions, (len(tokens),), INTEGERS, weight)
             shape = ("P", weight.shape[1])
-            check_tensor(op, "position_weight", position_weight, shape, (weight.dtype,), weight)
-            check_rows(op, "position_weight", position_weight)
+            check_rows(op, "position_weight", position_weight, shape, (weight.dtype,), weight)
             check_range(op, "positions", positions, len(position_weight), "P")
         check_cast(op, self.cast, weight)
 
-    def shape(self) -> Embedded:
+    def shape(self) -> tuple[Tensor, Tensor]:
         y = self.weight.new_empty((self.tokens.shape[0], self.weight.shape[1]))
         return y, quantised_like(y, self.cast)[0]
 
@@ -78,23 +80,16 @@ class EmbeddingFwd(NamedTuple):
             x.add_(self.position_weight.index_select(0, self.positions))
         return x
 
-    def reference(self) -> Embedded:
+    def reference(self) -> tuple[Tensor, Tensor]:
         return self.finish(self.look_up())
 
-    def finish(self, y: Tensor) -> Embedded:
+    def finish(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the dropout to y in place, round, and cast."""
         rounded = drop(y, self.dropout).to(self.weight.dtype)
         return rounded, quantise(rounded, self.cast)[0]
 
 
-embedding_fwd = define("embedding_fwd", EmbeddingFwd)
-
-Normed = tuple[
-    Annotated[Tensor, "y"],
-    Annotated[Tensor, "mean"],
-    Annotated[Tensor, "rstd"],
-    Annotated[Tensor, "values"],
-]
+embedding_fwd = define("embedding_fwd", EmbeddingFwd, "y values")
 
 
 class EmbeddingLayerNormFwd(NamedTuple):
@@ -102,8 +97,6 @@ class EmbeddingLayerNormFwd(NamedTuple):
     before the dropout.
 
     gamma, beta: [C], in weight's dtype. Other arguments and values as in embedding_fwd.
-    mean and rstd are float32 (float64 for float64).
-    Raises ValueError as embedding_fwd does.
     """
 
     tokens: Tensor
@@ -127,12 +120,12 @@ class EmbeddingLayerNormFwd(NamedTuple):
         for name, vector in (("gamma", self.gamma), ("beta", self.beta)):
             check_tensor(op, name, vector, weight.shape[1:], (weight.dtype,), weight)
 
-    def shape(self) -> Normed:
+    def shape(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         y, values = self._without_norm.shape()
         mean, rstd = (y.new_empty(len(y), dtype=work_dtype(y)) for _ in range(2))
         return y, mean, rstd, values
 
-    def reference(self) -> Normed:
+    def reference(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = self._without_norm.look_up()
         normed, mean, rstd = torch.native_layer_norm(
             x, x.shape[1:], self.gamma.to(x.dtype), self.beta.to(x.dtype), self.eps
@@ -141,16 +134,17 @@ class EmbeddingLayerNormFwd(NamedTuple):
         return y, mean.view(-1), rstd.view(-1), values
 
 
-embedding_layer_norm_fwd = define("embedding_layer_norm_fwd", EmbeddingLayerNormFwd)
+embedding_layer_norm_fwd = define(
+    "embedding_layer_norm_fwd", EmbeddingLayerNormFwd, "y mean rstd values"
+)
 
 
 class EmbeddingLayerNormBwd(NamedTuple):
-    """dx [T, C], the gradient of LayerNorm's input; dgamma and dbeta are overwritten or added to.
+    """dx [T, C], the gradient of LayerNorm's input; and those of gamma and beta.
 
     dy: [T, C], the gradient of forward's y. mean, rstd: forward's.
     x: [T, C], LayerNorm's input: embedding_fwd with p == 0.
-    dgamma, dbeta: [C] or None; overwritten or, with accumulate, added to.
-    Raises ValueError on a wrong shape, dtype, device or layout.
+    dgamma, dbeta: [C].
     """
 
     dy: Tensor
@@ -165,51 +159,32 @@ class EmbeddingLayerNormBwd(NamedTuple):
 
     def check(self, op: str) -> None:
         dy, x, gamma, mean, rstd = self[:5]
-        check_tensor(op, "dy", dy, ("T", "C"), FLOATS)
-        check_tensor(op, "x", x, dy.shape, (dy.dtype,), dy)
-        for name, rows in (("dy", dy), ("x", x)):
-            check_rows(op, name, rows)
+        check_rows(op, "dy", dy, ("T", "C"), FLOATS)
+        check_rows(op, "x", x, dy.shape, (dy.dtype,), dy)
         check_tensor(op, "gamma", gamma, dy.shape[1:], (dy.dtype,), dy)
         for name, statistic in (("mean", mean), ("rstd", rstd)):
             check_tensor(op, name, statistic, dy.shape[:1], (work_dtype(dy),), dy)
-        for name, vector in (("dgamma", self.dgamma), ("dbeta", self.dbeta)):
-            if vector is not None:
-                check_tensor(op, name, vector, dy.shape[1:], FLOATS, dy)
+        check_vectors(op, dy, FLOATS, dgamma=self.dgamma, dbeta=self.dbeta)
         check_dropout(op, self.dropout, dy)
 
     def shape(self) -> Tensor:
         return self.dy.new_empty(self.dy.shape)
 
     def reference(self) -> Tensor:
-        dtype = work_dtype(self.dy)
-        grad = dropped(self.dy, self.dropout)
-        gamma = self.gamma.to(dtype)
-        dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
-            grad,
-            self.x.to(dtype),
-            gamma.shape,
-            self.mean.view(-1, 1),
-            self.rstd.view(-1, 1),
-            gamma,
-            gamma,
-            (True, self.dgamma is not None, self.dbeta is not None),
-        )
-        store_gradient(self.dgamma, dgamma, self.accumulate)
-        store_gradient(self.dbeta, dbeta, self.accumulate)
-        result: Tensor = dx.to(self.dy.dtype)
-        return result
+        dy, x, gamma, mean, rstd, dropout, dgamma, dbeta, accumulate = self
+        grad = dropped(dy, dropout)
+        dx = layer_norm_backward(grad, x, gamma, mean, rstd, dgamma, dbeta, accumulate)
+        return dx.to(dy.dtype)
 
 
 embedding_layer_norm_bwd = define("embedding_layer_norm_bwd", EmbeddingLayerNormBwd)
 
 
 class EmbeddingBwd(NamedTuple):
-    """Write the tables' gradients to the caller's tensors or, with accumulate, add to the tensors.
+    """The gradients of the tables.
 
-    dy: [T, C]. dweight: [V, C] or None. dposition_weight: [P, C] or None. Other arguments as in
-    forward.
+    dy: [T, C]. dweight: [V, C]. dposition_weight: [P, C]. Other arguments as in forward.
     padding_idx: rows with this token add nothing to dweight; a negative value excludes none.
-    Raises ValueError on a wrong shape, dtype, device or layout.
     """
 
     dy: Tensor
@@ -224,8 +199,7 @@ class EmbeddingBwd(NamedTuple):
 
     def check(self, op: str) -> None:
         dy, tokens, positions = self[:3]
-        check_tensor(op, "dy", dy, ("T", "C"), FLOATS)
-        check_rows(op, "dy", dy)
+        check_rows(op, "dy", dy, ("T", "C"), FLOATS)
         check_tensor(op, "tokens", tokens, (len(dy),), INTEGERS, dy)
         check_dropout(op, self.dropout, dy)
         if positions is not None:
@@ -237,8 +211,7 @@ class EmbeddingBwd(NamedTuple):
             ("dposition_weight", self.dposition_weight, "positions", positions, "P"),
         ):
             if grad is not None and indices is not None:
-                check_tensor(op, name, grad, (letter, dy.shape[1]), FLOATS, dy)
-                check_rows(op, name, grad)
+                check_rows(op, name, grad, (letter, dy.shape[1]), FLOATS, dy)
                 check_range(op, index_name, indices, len(grad), letter)
         if self.dweight is not None and self.padding_idx >= len(self.dweight):
             rows = len(self.dweight)

@@ -5,13 +5,13 @@ Shapes: T = rows, C = columns, P = padded rows.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .arguments import Cast
 from .casting import CASTABLE, check_cast, quantise, quantised_like
-from .checks import check_rows, check_tensor
+from .checks import check_rows, check_vectors
 from .numerics import column_sum, store_gradient
 from .registry import Written, define
 
@@ -20,8 +20,7 @@ class Fp8Quantise(NamedTuple):
     """values [T, C] and transpose [C, P] of x in E4M3, see `casting`.
 
     x: [T, C], float16, bfloat16 or float32; C is a multiple of 16.
-    sums: [C] or None: the column sums of x are written to it or, with accumulate, added to it.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
+    sums: [C], a gradient: the column sums of x.
     """
 
     x: Tensor
@@ -31,20 +30,18 @@ class Fp8Quantise(NamedTuple):
 
     def check(self, op: str) -> None:
         x, cast, sums, _ = self
-        check_tensor(op, "x", x, ("T", "C"), CASTABLE)
-        check_rows(op, "x", x)
+        check_rows(op, "x", x, ("T", "C"), CASTABLE)
         check_cast(op, cast, x)
-        if sums is not None:
-            check_tensor(op, "sums", sums, x.shape[1:], CASTABLE, x)
+        check_vectors(op, x, CASTABLE, sums=sums)
 
     def shape(self) -> tuple[Tensor, Tensor]:
         return quantised_like(self.x, self.cast)
 
-    def reference(self) -> tuple[Annotated[Tensor, "values"], Annotated[Tensor, "transpose"]]:
+    def reference(self) -> tuple[Tensor, Tensor]:
         x, cast, sums, accumulate = self
         if sums is not None:
             store_gradient(sums, column_sum(x), accumulate)
         return quantise(x, cast)
 
 
-fp8_quantise = define("fp8_quantise", Fp8Quantise)
+fp8_quantise = define("fp8_quantise", Fp8Quantise, "values transpose")

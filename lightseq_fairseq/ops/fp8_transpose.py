@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .arguments import Cast
 from .casting import CASTABLE, E4M3, check_scale, check_width, padded, quantise
-from .checks import check_rows, check_tensor
+from .checks import check_rows, check_vectors
 from .numerics import column_sum, store_gradient
 from .registry import Written, define
 
@@ -26,9 +26,7 @@ class Fp8Transpose(NamedTuple):
 
     x: [T, C], bfloat16; or E4M3, values that a cast by this scale has given. scale: as in
     `fp8_quantise`. Statistics are not noted, as the cast in forward has noted them.
-    sums: [C] or None: only if x is E4M3, the column sums of scale * x are written to it or, with
-    accumulate, added to it.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
+    sums: [C], a gradient, only if x is E4M3: the column sums of scale * x.
     """
 
     x: Tensor
@@ -38,14 +36,12 @@ class Fp8Transpose(NamedTuple):
 
     def check(self, op: str) -> None:
         x, scale, sums, _ = self
-        check_tensor(op, "x", x, ("T", "C"), (torch.bfloat16, E4M3))
-        check_rows(op, "x", x)
+        check_rows(op, "x", x, ("T", "C"), (torch.bfloat16, E4M3))
         check_width(op, x)
         check_scale(op, "scale", scale, x)
-        if sums is not None:
-            check_tensor(op, "sums", sums, x.shape[1:], CASTABLE, x)
-            if x.dtype != E4M3:
-                raise ValueError(f"{op}: x must be {E4M3} for sums, got {x.dtype}")
+        check_vectors(op, x, CASTABLE, sums=sums)
+        if sums is not None and x.dtype != E4M3:
+            raise ValueError(f"{op}: x must be {E4M3} for sums, got {x.dtype}")
 
     def shape(self) -> Tensor:
         rows, columns = self.x.shape

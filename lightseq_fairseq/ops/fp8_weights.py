@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .arguments import Cast, WeightCast
 from .casting import ALIGNMENT, E4M3, MOST_EXPONENT, quantise
-from .checks import check_power_of_two, check_tensor
+from .checks import check_contiguous, check_power_of_two, check_tensor
 from .registry import define
 
 TILE_ROWS, TILE_COLUMNS = 64, 128  # the most that a thread block of fp8_weights.cu has
@@ -107,9 +107,7 @@ def _others(start: int, end: int) -> Iterator[Tile]:
 class Fp8Weights(NamedTuple):
     """Cast matrices that lie in one flat buffer.
 
-    weights: bfloat16 [N].
-    Raises ValueError on a wrong shape, dtype or device, and on a CPU on a tile that does not fit or
-    a wrong scale.
+    weights: bfloat16 [N]. On a CPU, a tile that does not fit raises ValueError.
     """
 
     weights: Tensor
@@ -117,16 +115,13 @@ class Fp8Weights(NamedTuple):
 
     def check(self, op: str) -> None:
         weights, (tiles, scale, amax, saturated, values, transposes) = self
-        check_tensor(op, "weights", weights, ("N",), (torch.bfloat16,))
-        check_tensor(op, "tiles", tiles, ("B", len(Tile._fields)), (torch.int32,), weights)
+        check_contiguous(op, "weights", weights, ("N",), (torch.bfloat16,))
+        check_contiguous(op, "tiles", tiles, ("B", len(Tile._fields)), (torch.int32,), weights)
         check_tensor(op, "scale", scale, ("M",), (torch.float32,), weights)
-        check_tensor(op, "amax", amax, scale.shape, (torch.float32,), weights)
-        check_tensor(op, "saturated", saturated, scale.shape, (torch.int64,), weights)
-        check_tensor(op, "values", values, ("S",), (E4M3,), weights)
-        check_tensor(op, "transposes", transposes, values.shape, (E4M3,), weights)
-        for name, x in {"weights": weights, **self.cast._asdict()}.items():
-            if name != "scale" and not x.is_contiguous():
-                raise ValueError(f"{op}: {name} must be contiguous, its strides are {x.stride()}")
+        check_contiguous(op, "amax", amax, scale.shape, (torch.float32,), weights)
+        check_contiguous(op, "saturated", saturated, scale.shape, (torch.int64,), weights)
+        check_contiguous(op, "values", values, ("S",), (E4M3,), weights)
+        check_contiguous(op, "transposes", transposes, values.shape, (E4M3,), weights)
         check_power_of_two(op, "scale", scale, MOST_EXPONENT)
         if tiles.device.type != "cpu" or len(tiles) == 0:
             return

@@ -15,7 +15,6 @@ multiples of 16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from .arguments import Operand, Quantised
 from .casting import E4M3, check_scale, check_width, padded
-from .checks import FLOATS, check_rows, check_tensor
+from .checks import FLOATS, Shape, check_rows, check_tensor
 from .numerics import column_sum, store_gradient, work_dtype
 from .registry import Written, define
 
@@ -35,7 +34,6 @@ class LinearFwd(NamedTuple):
     bias and y are bfloat16, and relu is False.
     relu: its derivative is 1 where y > 0, else 0. A NaN may become 0 on a GPU, see
     csrc/linear/nan.cuh.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
     """
 
     x: Operand
@@ -64,7 +62,14 @@ linear_fwd = define("linear_fwd", LinearFwd)
 
 
 class LinearBwd(NamedTuple):
-    """Arguments of lightseq::linear_bwd; see `linear_bwd`."""
+    """dx [T, K], EMPTY unless need_dx.
+
+    dy: [T, N]. x, weight: as in forward. dweight: [N, K]. dbias: [N]. onto: [T, K], another
+    gradient of x: the GEMM adds dx to it in place, and dx is not returned (need_dx must be False).
+    In fp8 all operands are `Quantised`: dy needs its values and its transpose, x and weight need
+    their transposes. dweight is bfloat16 or float32, and dbias is None: the op that casts dy sums
+    it before.
+    """
 
     dy: Operand
     x: Operand
@@ -84,8 +89,7 @@ class LinearBwd(NamedTuple):
                 raise ValueError(f"{op}: dbias must be None in fp8: the cast of dy sums it")
             check_tensor(op, "dbias", dbias, (outputs,), FLOATS, dy)
         if onto is not None:
-            check_tensor(op, "onto", onto, (rows, inputs), (result_dtype(x),), matrix(dy))
-            check_rows(op, "onto", onto)
+            check_rows(op, "onto", onto, (rows, inputs), (result_dtype(x),), matrix(dy))
             if need_dx:
                 raise ValueError(f"{op}: dx is either returned or added to onto, not both")
 
@@ -109,30 +113,7 @@ class LinearBwd(NamedTuple):
         return matrix(dy).new_empty(0, dtype=dtype)
 
 
-_BWD = define("linear_bwd", LinearBwd)
-
-
-def linear_bwd(
-    dy: Operand,
-    x: Operand,
-    weight: Operand,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    accumulate: bool,
-    need_dx: bool,
-    onto: Tensor | None = None,
-) -> Tensor:
-    """dx [T, K], EMPTY (numel 0) unless need_dx.
-
-    dy: [T, N]. x, weight: as in forward. dweight: [N, K] or None, dbias: [N] or None; overwritten
-    or, with accumulate, added to. onto: [T, K], another gradient of x: the GEMM adds dx to it in
-    place, and dx is not returned (need_dx must be False).
-    In fp8 all operands are `Quantised`: dy needs its values and its transpose, x and weight need
-    their transposes. dweight is bfloat16 or float32, and dbias is None: the op that casts dy sums
-    it before.
-    Raises ValueError on a wrong shape, dtype, device or layout, and on a CPU on a wrong scale.
-    """
-    return _BWD(dy, x, weight, dweight, dbias, onto, accumulate, need_dx)
+linear_bwd = define("linear_bwd", LinearBwd)
 
 
 def matrix(x: Operand) -> Tensor:
@@ -208,28 +189,24 @@ def check_backward(op: str, dy: Operand, x: Operand, weight: Operand) -> tuple[i
 
 
 def check_operand(
-    op: str, name: str, x: Operand, shape: Sequence[int | str], like: Tensor | None = None,
-    part: str = "values",
-) -> Tensor:  # fmt: skip
+    op: str, name: str, x: Operand, shape: Shape, like: Tensor | None = None, part: str = "values"
+) -> Tensor:
     """Return x, or this part of a `Quantised` x; raise ValueError if it has another shape, or is
     of another kind than the operand `like`. See `checks.check_tensor`."""
     if like is not None and isinstance(x, Quantised) != (like.dtype == E4M3):
         raise ValueError(f"{op}: either all operands are Quantised or none, see {name}")
     if not isinstance(x, Quantised):
-        check_tensor(op, name, x, shape, FLOATS if like is None else (like.dtype,), like)
-        check_rows(op, name, x)
+        check_rows(op, name, x, shape, FLOATS if like is None else (like.dtype,), like)
         return x
     found: Tensor = getattr(x, part)
-    check_tensor(op, f"{name}_{part}", found, shape, (E4M3,), like)
-    check_rows(op, f"{name}_{part}", found)
+    check_rows(op, f"{name}_{part}", found, shape, (E4M3,), like)
     check_width(op, found)
     check_scale(op, f"{name}_scale", x.scale, found)
     return found
 
 
-def check_dweight(op: str, dweight: Tensor | None, shape: Sequence[int], like: Tensor) -> None:
+def check_dweight(op: str, dweight: Tensor | None, shape: Shape, like: Tensor) -> None:
     """Raise ValueError unless dweight can be the gradient of the weight, for operands as `like`."""
     if dweight is not None:
         dtypes = (torch.bfloat16, torch.float32) if like.dtype == E4M3 else FLOATS
-        check_tensor(op, "dweight", dweight, shape, dtypes, like)
-        check_rows(op, "dweight", dweight)
+        check_rows(op, "dweight", dweight, shape, dtypes, like)

@@ -17,7 +17,7 @@ Dropout: the row id is the row of x, the column is the index in F.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,9 @@ def read_slope(stored: Tensor) -> Tensor:
 
 
 class LinearActivationFwd(NamedTuple):
-    """y [T, F] in x's dtype: dropout(activation(z)), with z = x weight^T + bias; transpose, EMPTY
-    (numel 0); and the slope [T, F] in `slope_dtype`.
+    """(y [T, F] in x's dtype, an EMPTY transpose, the slope [T, F] in `slope_dtype`).
+
+    y = dropout(activation(z)), with z = x weight^T + bias.
 
     With a cast, y is its values in E4M3, and transpose [F, P] is theirs. x and weight are then
     `Quantised`, and the slope is that of bfloat16.
@@ -66,8 +67,6 @@ class LinearActivationFwd(NamedTuple):
     slope is EMPTY if need_slope is False, and for relu, since it follows from y there.
     NaN: relu may turn it into 0 on a GPU without a cast, see csrc/linear/nan.cuh. A NaN in z is in
     y, even where y is dropped.
-    Raises ValueError on an unknown activation, a wrong shape, dtype, device or layout, and on a CPU
-    on a wrong scale.
     """
 
     x: Operand
@@ -94,9 +93,7 @@ class LinearActivationFwd(NamedTuple):
         values, transpose = quantised_like(y, self.cast)
         return y if self.cast is None else values, transpose, slope
 
-    def reference(
-        self,
-    ) -> tuple[Annotated[Tensor, "y"], Annotated[Tensor, "transpose"], Annotated[Tensor, "slope"]]:
+    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, bias, activation, dropout, need_slope, cast = self
         dtype = result_dtype(x)
         z = product(x, weight, bias).to(work_dtype(bias))
@@ -114,7 +111,7 @@ class LinearActivationFwd(NamedTuple):
         return y.to(dtype) if cast is None else values, transpose, store_slope(slope, dtype)
 
 
-linear_activation_fwd = define("linear_activation_fwd", LinearActivationFwd)
+linear_activation_fwd = define("linear_activation_fwd", LinearActivationFwd, "y transpose slope")
 
 
 def check_kind(op: str, x: Operand, cast: Cast | None) -> None:

@@ -16,6 +16,23 @@ def column_sum(x: Tensor) -> Tensor:
     return x.sum(0, dtype=work_dtype(x))
 
 
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor,
+    dgamma: Tensor | None, dbeta: Tensor | None, accumulate: bool,
+) -> Tensor:  # fmt: skip
+    """The gradient of LayerNorm's input x [T, C], in the working precision; stores the others."""
+    dtype = work_dtype(dy)
+    weight = gamma.to(dtype)
+    dx: Tensor
+    dx, of_gamma, of_beta = torch.ops.aten.native_layer_norm_backward(
+        dy.to(dtype), x.to(dtype), gamma.shape, mean.view(-1, 1), rstd.view(-1, 1), weight, weight,
+        (True, dgamma is not None, dbeta is not None),
+    )  # fmt: skip
+    store_gradient(dgamma, of_gamma, accumulate)
+    store_gradient(dbeta, of_beta, accumulate)
+    return dx
+
+
 def store_gradient(target: Tensor | None, value: Tensor, accumulate: bool) -> None:
     """Overwrite the caller's gradient with value, or add value to it; round once, to its dtype."""
     if target is None:

@@ -51,7 +51,6 @@ def keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: float) -> T
 
     rng: int64 [2] = (seed, micro-batch number). site: number of the dropout in the model.
     rows: int64 [R], row ids. A row of the mask depends only on its id, not on the other rows.
-    Raises ValueError on a wrong p, shape, dtype or device.
     """
     check_dropout("keep_mask", Dropout(p, rng, site), rows)
     check_tensor("keep_mask", "rows", rows, ("R",), (torch.int64,))
@@ -65,7 +64,7 @@ def attention_keep_mask(rng: Tensor, site: int, rows: Tensor, columns: int, p: f
     """Which attention probabilities dropout keeps: bool [len(rows), columns].
 
     rows: int64 [R], row ids; a row is a query and head. columns: the keys of its sentence.
-    Other arguments and errors as in `keep_mask`.
+    Other arguments as in `keep_mask`.
     """
     check_dropout("attention_keep_mask", Dropout(p, rng, site), rows)
     check_tensor("attention_keep_mask", "rows", rows, ("R",), (torch.int64,))
@@ -116,11 +115,10 @@ def dropped(x: Tensor, dropout: Dropout) -> Tensor:
 
 
 def dropout_factors(
-    dropout: Dropout, shape: Sequence[int], dtype: torch.dtype, rows: Tensor | None = None
+    dropout: Dropout, shape: Sequence[int], dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor]]:
     """Dropout factors (0 or 1 / (1 - p)) of a matrix of this shape, block by block.
 
-    rows: int64 [R], row ids in any order; None: 0 ... shape[0] - 1.
     Yields (slice of the rows, their factors [rows of the slice, columns]). Apply each block before
     you ask for the next one, which overwrites it. On a GPU there is one block.
     """
@@ -128,12 +126,10 @@ def dropout_factors(
     scale = 1.0 / (1.0 - p)
     if rng.is_cuda:  # one kernel if the compiled library is loaded
         mask = dropout_mask(rng, site, shape[0], shape[1], p)
-        mask = mask if rows is None else mask.index_select(0, rows)
         yield slice(0, len(mask)), mask.to(dtype).mul_(scale)
         return
-    row_ids = torch.arange(shape[0]) if rows is None else rows
     factors = torch.empty((0, shape[1]), dtype=dtype)
-    for part, numbers in _blocks_of_numbers(rng, site, row_ids, shape[1]):
+    for part, numbers in _blocks_of_numbers(rng, site, torch.arange(shape[0]), shape[1]):
         if len(factors) < len(numbers):
             factors = torch.empty(numbers.shape, dtype=dtype)
         # A comparison with a float output is several times faster than one via a bool tensor.

@@ -54,13 +54,15 @@ class Definition(Protocol[R_co]):
         """Raise a ValueError that begins with ``op`` if an argument is invalid."""
 
     def reference(self) -> R_co:
-        """Compute the result: None, a Tensor, or a tuple of ``Annotated[Tensor, name]``."""
+        """Compute the result: None, a Tensor, or a tuple of tensors."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
 
-def define(name: str, definition: Callable[P, Definition[R]]) -> Callable[P, R]:
+def define(name: str, definition: Callable[P, Definition[R]], results: str = "") -> Callable[P, R]:
     """Define ``lightseq::<name>`` and return its public function.
+
+    results: if the reference returns a tuple, the names of its tensors in the schema.
 
     The public function takes the definition's fields by position or name, checks them and calls the
     op. The op itself takes them by position, without groups. The reference becomes its CPU kernel
@@ -91,7 +93,7 @@ def define(name: str, definition: Callable[P, Definition[R]]) -> Callable[P, R]:
         return result
 
     construct: Any = definition
-    _LIBRARY.define(name + _signature(construct, fields))
+    _LIBRARY.define(name + _signature(construct, fields, results))
     _LIBRARY.impl(name, reference, "CPU")
     torch.library.register_fake(f"lightseq::{name}", shape, lib=_LIBRARY)
     REFERENCES[name] = reference
@@ -167,7 +169,7 @@ def _grouped(fields: list[_Field], flat: Sequence[Any]) -> list[Any]:
     return values
 
 
-def _signature(definition: Any, fields: list[_Field]) -> str:
+def _signature(definition: Any, fields: list[_Field], results: str) -> str:
     """Arguments and results of a definition as a torch schema string.
 
     ``torch.library.infer_schema`` is not used: it gives results no names, and makes ints SymInt,
@@ -179,9 +181,7 @@ def _signature(definition: Any, fields: list[_Field]) -> str:
         word = f"Tensor({next(letters)}!)" if kind == Written else kind.__name__
         optional, given = "?" * is_optional, "" if default is ... else f"={default}"
         arguments.append(f"{word}{optional} {name}{given}")
-    result = get_type_hints(definition.reference, include_extras=True)["return"]
-    results = "Tensor" if result is Tensor else "()"
-    if get_args(result):
-        results = ", ".join(f"Tensor {named.__metadata__[0]}" for named in get_args(result))
-        results = f"({results})"
-    return f"({', '.join(arguments)}) -> {results}"
+    result = get_type_hints(definition.reference)["return"]
+    named = ", ".join(f"Tensor {each}" for each in results.split())
+    returned = "Tensor" if result is Tensor else f"({named})"
+    return f"({', '.join(arguments)}) -> {returned}"

@@ -68,7 +68,6 @@ class UpdateScalars(NamedTuple):
     given: float64, see `Given`. norm: 0-dim float32 or float64, of the gradient before scaling.
     scale_window: the loss scale doubles after this many updates without overflow; 0: no loss scale.
     tolerance, threshold, min_loss_scale: as fairseq's flags; threshold 0: no threshold.
-    Raises ValueError on a wrong shape, dtype or device.
     """
 
     state: Written

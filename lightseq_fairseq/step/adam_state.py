@@ -6,6 +6,7 @@ it that one rank updates, each part rounded up to ``ALIGNMENT``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.memory.parameters import ALIGNMENT, FlatBuffer
 from lightseq_fairseq.step.exchange import Exchange
 
-CLIP_EPS = 1e-6  # fairseq.utils.clip_grad_norm_ divides by norm + 1e-6
 _HALF = (torch.float16, torch.bfloat16)
 _BLOCK = 1 << 20  # elements that one kernel splits or joins
 
@@ -61,16 +61,13 @@ class AdamState:
         self.masters: Tensor | None = None
         self._exchange: Exchange | None = None  # that of a sharded state
         self._whole: Gathered | None = None
+        self._remainders: Remainders | None = None  # if parameters are split
+        self._used = [True] * len(buffer.parameters)
         # Computed now, because the parameters are empty tensors while the buffer is lent.
         self._ends = [
             offset + p.numel() for offset, p in zip(buffer.offsets, buffer.parameters, strict=True)
         ]
         self.set_steps([0] * len(buffer.parameters))
-
-    @property
-    def is_sharded(self) -> bool:
-        """See `FlatAdam.is_sharded`."""
-        return self._exchange is not None
 
     def moments(self) -> list[tuple[Tensor, ...]]:
         """Views of both moments of each parameter."""
@@ -94,8 +91,16 @@ class AdamState:
             raise RuntimeError("the state of a sharded optimizer is read before gather()")
         return self._whole
 
+    @torch.no_grad()
     def shard(self, exchange: Exchange, has_masters: bool) -> None:
-        """Keep the state of the parts that this rank updates, and free the rest."""
+        """Keep only the state of the parts that this rank updates. This cannot be undone.
+
+        Afterwards `gather` before the state is read, and do not use `FlatAdam.step`.
+
+        has_masters: the parameters are float32 copies of a model's. The other ranks' parts of these
+            copies are freed as well. Until `gather` the parameters are empty tensors.
+        """
+        self.join()
         counts = self.steps()
         self._exchange = exchange
         self.parts = [exchange.ranks.own(piece) for piece in exchange.pieces]
@@ -122,9 +127,14 @@ class AdamState:
             for start, part in zip(self._starts, self.parts, strict=True)
         ]
 
+    @torch.no_grad()
     def gather(self) -> None:
-        """See `FlatAdam.gather`."""
-        assert self._exchange is not None
+        """Gather sharded state in the host memory of rank 0; all ranks must call it.
+
+        There the state and the float32 parameters can be read until `release`.
+        """
+        if self._exchange is None:
+            return
         steps = torch.tensor(self._own_steps(), device=self.exp_avg.device)
         counts = self._exchange.ranks.largest(steps).tolist()
         first, second, masters = (
@@ -137,7 +147,7 @@ class AdamState:
             self.buffer.take_back(masters)
 
     def release(self) -> None:
-        """See `FlatAdam.release`."""
+        """Free what `gather` has gathered."""
         if self._whole is not None and self.masters is not None:
             self.buffer.lend()
         self._whole = None
@@ -158,36 +168,95 @@ class AdamState:
             self.spans = [piece for span in self.spans for piece in _cut(span, used)]
         return [span for span in self.spans if used[span.first]]
 
-    def part(self, span: Span) -> slice:
-        """The elements of a span in the buffer, with the gaps between its parameters."""
-        return slice(self.buffer.offsets[span.first], self._ends[span.last])
-
     def common(self, span: Span, place: int) -> tuple[slice, slice]:
-        """The common elements of a span and a part: slices of the buffer and of the moments."""
-        whole, part = self.part(span), self.parts[place]
-        start = max(whole.start, part.start)
-        stop = max(min(whole.stop, part.stop), start)
+        """The common elements of a span and a part: slices of the buffer and of the moments.
+
+        The gaps between the span's parameters are included.
+        """
+        part = self.parts[place]
+        start = max(self.buffer.offsets[span.first], part.start)
+        stop = max(min(self._ends[span.last], part.stop), start)
         shift = self._starts[place] - part.start
         return slice(start, stop), slice(start + shift, stop + shift)
 
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Let `update` skip these parameters, which have no gradient: no decay, no step."""
+        unused = {id(p) for p in parameters}
+        self._used = [id(p) not in unused for p in self.buffer.parameters]
+        self.due(self._used)  # now, because a graph's capture cannot create new step counts
+
+    @torch.no_grad()
+    def split(self, low: Tensor) -> Tensor | None:
+        """Store each fp32 parameter as its 16-bit remainder over the bf16 copy ``low``.
+
+        An update then moves 2 bytes per parameter less. Until `join` the fp32 parameters cannot be
+        read. Sharded parameters are not split.
+        low: bfloat16 [N], laid out like the buffer.
+
+        Returns memory that is free until `join`, see `Remainders.free`; None if all parameters are
+        split already, or none is.
+
+        `split` and `join` work block by block. If an error ends one of them (such as out of
+        memory), nothing is lost: the next call of either one continues from that block.
+        """
+        if self._exchange is not None:
+            return None
+        if self._remainders is None:
+            self._remainders = Remainders(self.buffer, low)
+        return self._remainders.free if self._remainders.split() else None
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Undo `split`: restore the float32 parameters. Call this before reading them."""
+        if self._remainders is not None:
+            self._remainders.join()
+            self._remainders = None
+
+    @torch.no_grad()
     def update(
-        self, gradient: Tensor, used: list[bool], multiplier: Any, norm: Any, max_norm: float
-    ) -> None:
-        """Update the parameters that are ``used`` with ``gradient`` [N]."""
-        buffer, group = self.buffer, self.group
+        self, gradient: Tensor, low: Tensor | None, lr: Tensor, multiplier: Tensor, norm: Tensor,
+        max_norm: float, clip_eps: float, updated: Callable[[int], None] = lambda place: None,
+        cast: ops.WeightCast | None = None, used: list[bool] | None = None,
+    ) -> None:  # fmt: skip
+        """Update the parameters with scalars on the device; for CUDA graphs.
+
+        One launch updates adjacent parameters with equal step counts. If the state is sharded, only
+        this rank's part of each piece is updated.
+        gradient: [N], laid out like the buffer. low: 16-bit copies of the parameters, which are
+        updated too, or None. updated: called with a piece's index after the update of the piece.
+        cast: low is cast to fp8, by the same launch if one launch updates all parameters and the
+        gradient is bfloat16; None if the state is sharded.
+        used: which parameters are updated; None: all but those of `leave_out`.
+        The other arguments are those of ``ops.adam_step``.
+        """
+        group = self.group
         beta1, beta2 = group["betas"]
-        device = buffer.data.device
-        lr, factor, norm = (_scalar(x, device) for x in (group["lr"], multiplier, norm))
-        for span in self.due(used):
-            part = self.part(span)
-            low = buffer.data[part]
-            half = low.dtype in _HALF
-            ops.adam_step(
-                low.float() if half else low, self.exp_avg[part], self.exp_avg_sq[part],
-                gradient[part], low if half else None, span.steps[0],
-                lr=lr, multiplier=factor, norm=norm, max_norm=max_norm, clip_eps=CLIP_EPS,
-                beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
-            )  # fmt: skip
+        spans = self.due(self._used if used is None else used)
+        split, masters = self._remainders, self.masters
+        for place in reversed(range(len(self.parts))):  # the next forward needs the last one first
+            for span in spans:
+                part, mine = self.common(span, place)
+                if part.start == part.stop:
+                    continue
+                if masters is not None:
+                    param = masters[mine]
+                else:
+                    param = (self.buffer.data if split is None else split.values)[part]
+                copy = None if low is None else low[part]
+                if param.dtype in _HALF:
+                    param, copy = param.float(), param
+                # With --fp32-reduce-scatter the gradient is float32.
+                is_whole = part == slice(0, len(gradient)) and gradient.dtype == torch.bfloat16
+                ops.adam_step(
+                    param, self.exp_avg[mine], self.exp_avg_sq[mine], gradient[part], copy,
+                    span.steps[place], lr, multiplier, norm, max_norm, clip_eps, beta1, beta2,
+                    group["eps"], group["weight_decay"], cast if is_whole else None,
+                )  # fmt: skip
+                cast = None if is_whole else cast
+            updated(place)
+        if cast is not None:
+            assert low is not None
+            ops.fp8_weights(low, cast)
 
 
 class Remainders:
@@ -245,13 +314,3 @@ def _cut(span: Span, used: list[bool]) -> list[Span]:
     firsts, lasts = [span.first, *edges], [*(p - 1 for p in edges), span.last]
     # Step counts are tensors; each piece needs its own, since the pieces are updated separately.
     return [Span(f, e, span.steps.clone()) for f, e in zip(firsts, lasts, strict=True)]
-
-
-def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    """0-dim tensor on the device; a number becomes float64, without a copy from host memory."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return torch.full((), value, dtype=torch.float64, device=device)
-
-
-__all__ = ["CLIP_EPS", "AdamState", "Remainders"]

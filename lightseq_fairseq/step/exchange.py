@@ -253,6 +253,3 @@ class Exchange:
                         first = piece.start + rank * len(part) + start
                         whole[first : first + len(block)].copy_(block)
         return whole
-
-
-__all__ = ["Exchange", "Ranks"]

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.memory.parameters import FlatBuffer, flat_buffers
-from lightseq_fairseq.step.adam_state import CLIP_EPS, AdamState, Remainders
-from lightseq_fairseq.step.exchange import Exchange
+from lightseq_fairseq.memory.parameters import flat_buffers
+from lightseq_fairseq.step.adam_state import AdamState
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
+_CLIP_EPS = 1e-6  # fairseq.utils.clip_grad_norm_ divides by norm + 1e-6
 
 # torch's methods without the wrapper that leaves them out of torch.compile. Its first call would
 # import torch.compile, which takes seconds.
@@ -66,8 +65,6 @@ class FlatAdam(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self._flats: list[AdamState] = []
-        self._split: Remainders | None = None
-        self._left_out: set[int] = set()  # id of each parameter that `fused_step` does not update
         # fairseq's Adam reads "amsgrad" of the groups that it loads.
         super().__init__(params, {**defaults, "amsgrad": False})
         self._lay_out()
@@ -187,129 +184,24 @@ class FlatAdam(torch.optim.Optimizer):
                 loss = closure()
         self.join()
         for flat, gradient, used in self._gather():
-            flat.update(gradient, used, self._multiplier, self._norm, self._max_norm)
+            lr, multiplier, norm = (
+                _scalar(x, gradient.device)
+                for x in (flat.group["lr"], self._multiplier, self._norm)
+            )
+            flat.update(gradient, None, lr, multiplier, norm, self._max_norm, _CLIP_EPS, used=used)
         self._reset_factors()
         return loss
 
     @property
-    def buffer(self) -> FlatBuffer:
-        """The buffer of a fused optimizer: one whose parameters all lie in one buffer."""
-        return self._flats[0].buffer
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the moments of a fused optimizer."""
-        return self._flats[0].exp_avg.dtype
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this process has the state of only a part of the parameters."""
-        return any(flat.is_sharded for flat in self._flats)
-
-    @torch.no_grad()
-    def shard(self, exchange: Exchange, has_masters: bool) -> None:
-        """Keep only the state that this rank needs. Only for a fused optimizer; cannot be undone.
-
-        Afterwards use only `fused_step`, and `gather` before the state is read.
-
-        has_masters: the parameters are float32 copies of a model's. The other ranks' parts of these
-            copies are freed as well. Until `gather` the parameters are empty tensors.
-        """
-        self.join()
-        self._flats[0].shard(exchange, has_masters)
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Gather the sharded state in the host memory of rank 0; all ranks must call it.
-
-        There `state_dict` and the float32 parameters can be read until `release`.
-        """
-        self._flats[0].gather()
-
-    def release(self) -> None:
-        """Free what `gather` has gathered."""
-        self._flats[0].release()
-        self.state.clear()
-
-    def leave_out(self, parameters: Iterable[Tensor]) -> None:
-        """Let `fused_step` skip these parameters, which have no gradient: no decay, no step."""
-        self._left_out = {id(p) for p in parameters}
-        for flat in self._flats:  # now, because a graph's capture cannot create new step counts
-            flat.due(self._used(flat))
-
-    def _used(self, flat: AdamState) -> list[bool]:
-        return [id(p) not in self._left_out for p in flat.buffer.parameters]
-
-    @torch.no_grad()
-    def split(self, low: Tensor) -> Tensor | None:
-        """Store each fp32 parameter as its 16-bit remainder over the bf16 copy ``low``.
-
-        Only for a fused optimizer. An update then moves 2 bytes per parameter less. Until `join`
-        the fp32 parameters cannot be read. Sharded parameters are not split.
-        low: bfloat16 [N], laid out like `buffer`.
-
-        Returns memory that is free until `join`, see `Remainders.free`; None if all parameters are
-        split already, or none is.
-
-        `split` and `join` work block by block. If an error ends one of them (such as out of
-        memory), nothing is lost: the next call of either one continues from that block.
-        """
-        if self.is_sharded:
-            return None
-        if self._split is None:
-            self._split = Remainders(self.buffer, low)
-        return self._split.free if self._split.split() else None
-
-    @torch.no_grad()
-    def join(self) -> None:
-        """Undo `split`: restore the float32 parameters. Call this before reading them."""
-        if self._split is not None:
-            self._split.join()
-            self._split = None
-
-    @torch.no_grad()
-    def fused_step(
-        self, gradient: Tensor, low: Tensor | None, lr: Tensor, multiplier: Tensor, norm: Tensor,
-        max_norm: float, clip_eps: float, updated: Callable[[int], None] = lambda place: None,
-        cast: ops.WeightCast | None = None,
-    ) -> None:  # fmt: skip
-        """Update the parameters of a fused optimizer with scalars on the device; for CUDA graphs.
-
-        One launch updates adjacent parameters with equal step counts. Parameters of `leave_out` are
-        not updated. If the state is sharded, only this rank's part of each piece is updated.
-        gradient: [N], laid out like `buffer`. low: 16-bit copies of the parameters, which are
-        updated too, or None. updated: called with a piece's index after the update of the piece.
-        cast: low is cast to fp8, by the same launch if one launch updates all parameters and the
-        gradient is bfloat16; None if the state is sharded.
-        The other arguments are those of ``ops.adam_step``. The factors of `multiply_grads` are
-        ignored.
-        """
+    def fused(self) -> AdamState:
+        """The state, if all parameters lie in one buffer; a captured step updates them by it."""
         (flat,) = self._flats
-        group = flat.group
-        beta1, beta2 = group["betas"]
-        spans = flat.due(self._used(flat))
-        for place in reversed(range(len(flat.parts))):  # the next forward needs the last one first
-            for span in spans:
-                part, mine = flat.common(span, place)
-                if part.start == part.stop:
-                    continue
-                if flat.masters is not None:
-                    param = flat.masters[mine]
-                else:
-                    param = (flat.buffer.data if self._split is None else self._split.values)[part]
-                state = param, flat.exp_avg[mine], flat.exp_avg_sq[mine], gradient[part]
-                # With --fp32-reduce-scatter the gradient is float32.
-                is_whole = part == slice(0, len(gradient)) and gradient.dtype == torch.bfloat16
-                numbers: tuple[Any, ...] = (
-                    span.steps[place], lr, multiplier, norm, max_norm, clip_eps, beta1, beta2,
-                    group["eps"], group["weight_decay"], cast if is_whole else None,
-                )  # fmt: skip
-                ops.adam_step(*state, None if low is None else low[part], *numbers)
-                cast = None if is_whole else cast
-            updated(place)
-        if cast is not None:
-            assert low is not None
-            ops.fp8_weights(low, cast)
+        return flat
+
+    def join(self) -> None:
+        """Restore the float32 parameters, see `AdamState.split`. Call this before reading them."""
+        for flat in self._flats:
+            flat.join()
 
     def state_dict(self) -> dict[str, Any]:
         """fairseq's format: {step, exp_avg, exp_avg_sq} of each parameter that was updated."""
@@ -391,4 +283,11 @@ def _match(
 
 
 def _clip_factor(max_norm: float, total: Tensor) -> Tensor:
-    return (max_norm / (total + CLIP_EPS)).clamp(max=1)
+    return (max_norm / (total + _CLIP_EPS)).clamp(max=1)
+
+
+def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    """0-dim tensor on the device; a number becomes float64, without a copy from host memory."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return torch.full((), value, dtype=torch.float64, device=device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class LabelSmoothing(Objective):
-    """Label-smoothed cross entropy over the labels of the stream "target".
+    """Label-smoothed cross entropy over the labels of a stream.
 
     Source: ``fairseq.criterions.label_smoothed_cross_entropy``.
 
@@ -94,6 +94,7 @@ class LabelSmoothing(Objective):
         by_sentence: divide the gradient by the number of sentences instead of tokens.
     """
 
+    stream: ClassVar[str] = "target"
     smoothing: float
     padding_idx: int
     accuracy: bool
@@ -103,7 +104,7 @@ class LabelSmoothing(Objective):
     def losses(
         self, model: PackedModel, batch: Packed, rng: Tensor, scale: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        target = batch["target"]
+        target = batch[self.stream]
         labels = target["labels"]
         if self.ignored_prefix > 0:
             ignored = target.segments.positions < self.ignored_prefix
@@ -138,27 +139,16 @@ class CrossEntropy(LabelSmoothing):
         return {"loss": sums[0]}
 
 
-@dataclass(frozen=True)
-class MaskedTokens(Objective):
+class MaskedTokens(CrossEntropy):
     """Cross entropy over the labels of the stream "masked", which are the tokens before masking.
 
     Source: ``fairseq.criterions.masked_lm``.
-
-    Attributes:
-        padding_idx: label of the rows after the real ones.
     """
 
-    padding_idx: int
+    stream = "masked"
 
-    def losses(
-        self, model: PackedModel, batch: Packed, rng: Tensor, scale: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        logits = model.packed_logits(batch, rng)
-        labels = batch["masked"]["labels"]
-        losses, _, _ = label_smoothed_cross_entropy(
-            logits, labels, 0.0, self.padding_idx, dloss=scale
-        )
-        return losses, [losses.detach()]
+    def __init__(self, padding_idx: int) -> None:
+        super().__init__(padding_idx, by_sentence=False)
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
         return sum(batch.count("masked") for batch in batches)
@@ -252,15 +242,3 @@ def declares(thing: Any, name: str) -> bool:
     the captured step would not call.
     """
     return name in vars(type(thing))
-
-
-__all__ = [
-    "CrossEntropy",
-    "LabelSmoothing",
-    "MaskedTokens",
-    "Objective",
-    "PackedModel",
-    "SentenceClasses",
-    "SentenceNumbers",
-    "declares",
-]

@@ -31,7 +31,7 @@ from lightseq_fairseq.memory.graphs import Graphs, wait_for
 from lightseq_fairseq.memory.packing import PackedBatch
 from lightseq_fairseq.memory.parameters import FlatBuffer
 from lightseq_fairseq.memory.passes import Pass
-from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State, StopReason
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
 from lightseq_fairseq.step.exchange import Exchange, Ranks
 from lightseq_fairseq.step.flat_adam import FlatAdam
 from lightseq_fairseq.step.objectives import Objective
@@ -146,10 +146,11 @@ class TrainingStep:
         self.model, self.low, self.adam, self.objective = model, low, adam, objective
         self.options, self.ranks = options, ranks
         self.device = low.data.device
-        self._has_copy = adam.buffer.data.data_ptr() != low.data.data_ptr()  # float32 beside low
+        # float32 beside low
+        self._has_copy = adam.fused.buffer.data.data_ptr() != low.data.data_ptr()
         self._exchange = Exchange(ranks, low)
         if ranks.sharded:
-            adam.shard(self._exchange, self._has_copy)
+            adam.fused.shard(self._exchange, self._has_copy)
         self.gradients = self._exchange.gradients
         self.fp8 = OFF
         if scales is not None:
@@ -169,8 +170,10 @@ class TrainingStep:
         # (part, stream, rows, is it an update's first batch) whose GEMMs have run eagerly: their
         # cuBLASLt algorithm search is done.
         self._searched: set[tuple[str, str, int, bool]] = set()
-        self._reports = [_pinned(torch.zeros_like(self._reported, device="cpu"), self.device)
-                         for _ in range(KNOWN_RATES)]  # fmt: skip
+        self._reports = [
+            torch.zeros(reported, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+            for _ in range(KNOWN_RATES)
+        ]
         self._next_report = 0
         self._changes = False  # whether the part that runs has begun to change the state
 
@@ -226,67 +229,49 @@ class TrainingStep:
         Raises:
             UserError: memory runs out again, or after the part has begun to change the state.
         """
-        for is_last in (False, True):
-            self._changes, fits = False, True
-            try:
-                part()
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                if is_last or self._changes:
-                    raise UserError(_NO_MEMORY) from error
-                fits = False
-            if fits:
-                return
-            # Outside the except block, as in `_collect_or_retry`.
+        self._changes = False
+        if _fits(part):
+            return
+        if not self._changes:
             logger.info("out of memory: all CUDA graphs are freed, and the update is completed")
             self.forget_graphs()
+            if _fits(part):
+                return
+        raise UserError(_NO_MEMORY)
 
     def _split_parameters(self) -> Tensor | None:
-        """``FlatAdam.split``, if float32 parameters have bf16 copies.
+        """``AdamState.split``, if float32 parameters have bf16 copies.
 
         Returns the memory that is free from now on, unless it has been so before.
         """
         if self._has_copy and self.low.data.dtype == torch.bfloat16:
-            return self.adam.split(self.low.data)
+            return self.adam.fused.split(self.low.data)
         return None
 
     def _collect_or_retry(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
-        fits = True
-        try:
-            self._collect_gradients(batches, given)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            fits = False
-        if not fits:  # outside the except block, where the error no longer holds device memory
+        collect = functools.partial(self._collect_gradients, batches, given)
+        if not _fits(collect):
             # The graphs' memory may be too fragmented for this batch. Free it and start again with
             # the first batch, which overwrites gradients and sums.
             logger.info("out of memory: all CUDA graphs are freed, and the update starts again")
             self.forget_graphs()
             self.rng[1].zero_()
-            self._collect_gradients(batches, given)
+            collect()
 
     def _collect_gradients(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
-        if not batches:
-            self._inputs.send(torch.zeros(0, dtype=torch.int64), given)
-            self.state[State.SUM_0 :].zero_()
         # Otherwise the first batch overwrites the whole gradient.
         if not batches or any(batch.part for batch in batches):
             self.gradients.flat.zero_()
         if not batches:
+            self._inputs.send(torch.zeros(0, dtype=torch.int64), given)
+            self.state[State.SUM_0 :].zero_()
             self._exchange.finish_all()
             self.wait()
         table_rows = getattr(self.model, "table_rows", None)  # our models have it
         for place, batch in enumerate(batches):
             block = self._inputs.send(batch.block, given)
             first = place == 0
-
-            def forward_backward(
-                batch: PackedBatch = batch, block: Tensor = block, first: bool = first
-            ) -> None:
-                self._forward_backward(batch, block, first)
-
+            forward_backward = functools.partial(self._forward_backward, batch, block, first)
             streams = zip(batch.layout, batch.bucket.rows, strict=True)
             sizes = {(batch.part, stream.name, rows, first) for stream, rows in streams}
             tables = () if table_rows is None else table_rows(batch)
@@ -343,7 +328,7 @@ class TrainingStep:
             mean = self._counts[Count.SAMPLE_SIZE].clamp_min(1.0) / self.ranks.count
             given[Given.SAMPLE_SIZE].copy_(mean)
         if self.ranks.sharded:
-            norm = self._counts[Count.SQUARES].sqrt().to(self.adam.dtype)
+            norm = self._counts[Count.SQUARES].sqrt().to(self.adam.fused.exp_avg.dtype)
         else:
             norm = ops.adam_norm(gradient)
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -360,7 +345,7 @@ class TrainingStep:
         self.fp8.update(state[State.SKIPPED])
         # With sharded state, the ranks must first gather the weights.
         cast = None if self.ranks.sharded else self.fp8.weight_cast()
-        self.adam.fused_step(
+        self.adam.fused.update(
             gradient, self.low.data if self._has_copy else None, state[State.RATE],
             state[State.MULTIPLIER], norm, options.max_norm, options.clip_eps,
             self._exchange.finish, cast,
@@ -421,10 +406,12 @@ class _Inputs:
         compute = torch.cuda.current_stream(self.device)
         slot = self._slots.pop(0)
         self._slots.append(slot)
+        wait_for(slot.written)  # this copy was several steps ago: no real wait
+        slot.numbers.copy_(numbers)
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(slot.read)
-            slot.block[:_GIVEN].copy_(slot.stage(numbers), non_blocking=True)
+            slot.block[:_GIVEN].copy_(slot.numbers, non_blocking=True)
             slot.block[_BATCH:size].copy_(batch, non_blocking=True)
             slot.written.record(self._stream)
         compute.wait_event(slot.written)
@@ -451,23 +438,18 @@ class _Slot:
         # Left unfilled: a fill would run on another stream than the copies, possibly after them.
         self.block = torch.empty(size, dtype=torch.int64, device=device)
         self.written, self.read = torch.cuda.Event(), torch.cuda.Event()
-        self._numbers = _pinned(torch.zeros(_GIVEN, dtype=torch.int64), device)
-
-    def stage(self, numbers: Tensor) -> Tensor:
-        wait_for(self.written)  # the slot's previous copy was several steps ago: no real wait
-        return self._numbers.copy_(numbers)
+        self.numbers = torch.zeros(_GIVEN, dtype=torch.int64, pin_memory=True)
 
 
-def _pinned(x: Tensor, device: torch.device) -> Tensor:
-    return x.pin_memory() if device.type == "cuda" else x
+def _fits(part: Callable[[], Any]) -> bool:
+    """Run a part of an update; returns False if the GPU runs out of memory in it.
 
-
-__all__ = [
-    "SCALER",
-    "STEPS_AHEAD",
-    "Count",
-    "StepReport",
-    "StopReason",
-    "TrainingStep",
-    "UpdateOptions",
-]
+    The caller can then free memory: the error, which holds some, no longer exists.
+    """
+    try:
+        part()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True

@@ -31,7 +31,7 @@ from lightseq_fairseq.base.families import named
 from lightseq_fairseq.memory.fp8 import products
 from lightseq_fairseq.memory.packing import LEAST_GRANULARITY, Granularity, PackedBatch
 from lightseq_fairseq.memory.parameters import flat_buffers
-from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State
+from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State, StopReason
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.conditions import of_ranks
 from lightseq_fairseq.plugins.dropout import seed_of_masks
@@ -45,7 +45,6 @@ from lightseq_fairseq.step.training_step import (
     STEPS_AHEAD,
     Count,
     StepReport,
-    StopReason,
     TrainingStep,
     UpdateOptions,
 )
@@ -266,7 +265,7 @@ class CapturedTraining:
         # With --fp16 or --bf16, unused parameters have a gradient of zeros, as in fairseq, so they
         # decay. In fp32 they have none.
         if not isinstance(optimizer, optim.FP16Optimizer):
-            _adam(optimizer).leave_out(self._objective.unused(model))
+            _adam(optimizer).fused.leave_out(self._objective.unused(model))
         self._step = TrainingStep(
             model, low, _adam(optimizer), self._objective, options, ranks,
             scales if uses_fp8(cfg) else None,
@@ -351,12 +350,12 @@ class CapturedTraining:
     def gather(self) -> None:
         """Make the optimizer's state readable on rank 0 until `release`; all ranks must call it."""
         self.settle()
-        if self._step.adam.is_sharded:
-            self._step.adam.gather()
+        self._step.adam.fused.gather()
 
     def release(self) -> None:
         """Free the memory of `gather`."""
-        self._step.adam.release()
+        self._step.adam.fused.release()
+        self._step.adam.state.clear()
 
     def scales(self) -> dict[str, Tensor]:
         """The scales of fp8 for a checkpoint, after `settle`; empty without --fp8."""

@@ -127,7 +127,7 @@ class Trainer(ResumableTrainer):
         reason = graphs.why_not_captured(self.device)
         if reason is None:
             return f"captured as CUDA graphs, packed tokens, {ops} (all parts are ls_)"
-        return f"eager, packed tokens, {ops} ({reason or 'CUDA graphs need a GPU'})"
+        return f"eager, packed tokens, {ops} ({reason})"
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """One update; see ``fairseq.trainer.Trainer.train_step``.

@@ -228,7 +228,7 @@ def _linear(
     def backward() -> tuple[Tensor, Tensor]:
         dweight = make.empty(outputs, inputs)
         operands = dy.quantised, x.quantised, weight.quantised
-        dx = ops.linear_bwd(*operands, dweight, None, False, True)
+        dx = ops.linear_bwd(*operands, dweight, None, None, False, True)
         return dx, dweight
 
     def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **more: Tensor) -> Tensor:

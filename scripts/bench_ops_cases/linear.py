@@ -67,9 +67,9 @@ def linear_layer(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
                 torch.empty_like(w) for w in (qkv_w, qkv_b, out_w, fc1_w, fc1_b, fc2_w)
             )
             dh, _ = ops.activation_linear_bwd(dz, h, fc2_w, None, 0.0, dfc2_w, dfc1_b, False)
-            dy = ops.linear_bwd(dh, y, fc1_w, dfc1_w, None, False, True)
-            da = ops.linear_bwd(dout, a, out_w, dout_w, None, False, True)
-            dx = ops.linear_bwd(dqkv, x, qkv_w, dqkv_w, dqkv_b, False, True)
+            dy = ops.linear_bwd(dh, y, fc1_w, dfc1_w, None, None, False, True)
+            da = ops.linear_bwd(dout, a, out_w, dout_w, None, None, False, True)
+            dx = ops.linear_bwd(dqkv, x, qkv_w, dqkv_w, dqkv_b, None, False, True)
             return dx, dqkv_w, dqkv_b, da, dout_w, dy, dfc1_w, dfc1_b, dfc2_w
 
         return torch.no_grad()(run)
@@ -146,7 +146,7 @@ def _linear(
     def backward() -> tuple[Tensor, ...]:
         dweight = torch.empty_like(weight)
         dbias = None if bias is None else torch.empty_like(bias)
-        dx = ops.linear_bwd(dy, x, weight, dweight, dbias, False, True)
+        dx = ops.linear_bwd(dy, x, weight, dweight, dbias, None, False, True)
         return (dx, dweight) if dbias is None else (dx, dweight, dbias)
 
     def products() -> tuple[Tensor, Tensor]:

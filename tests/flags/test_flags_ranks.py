@@ -31,7 +31,7 @@ from helpers.training_runs import exit_status, fork
 from torch.distributed.algorithms import ddp_comm_hooks
 
 from lightseq_fairseq.memory.packing import PackedBatch
-from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.adam_state import AdamState
 from lightseq_fairseq.step.training_step import TrainingStep
 
 Trace = dict[str, Any]
@@ -167,7 +167,7 @@ def watched() -> Iterator[Trace]:
         seen["all_gather_list_size"] = max_size
         return gather(data, max_size=max_size, **keywords)
 
-    def shard(self: FlatAdam, *arguments: Any) -> None:
+    def shard(self: AdamState, *arguments: Any) -> None:
         seen["zero_sharding"] = "os"
         shards(self, *arguments)
 
@@ -178,7 +178,7 @@ def watched() -> Iterator[Trace]:
         seen["types"] = sorted({str(x.dtype), *seen["types"]})
         return reduces(x, *arguments, **keywords)
 
-    shards, reduces = FlatAdam.shard, torch.distributed.all_reduce
+    shards, reduces = AdamState.shard, torch.distributed.all_reduce
     parallel = wrappers.DistributedDataParallel
     algorithm = {"LOCALSGD": "localsgd", "SGP": "sgp"}
     with (
@@ -189,7 +189,7 @@ def watched() -> Iterator[Trace]:
         mock.patch.object(wrappers, "SlowMoBaseAlgorithm", algorithm, create=True),
         mock.patch.object(wrappers, "SlowMoDistributedDataParallel", wrap_for_slowmo, create=True),
         mock.patch.object(ddp_comm_hooks, "register_ddp_comm_hook", compress),
-        mock.patch.object(FlatAdam, "shard", shard),
+        mock.patch.object(AdamState, "shard", shard),
         mock.patch.object(optim, "shard_", shard_by_fairscale),
         mock.patch.object(torch.distributed, "all_reduce", all_reduce),
         mock.patch.object(trainer.Trainer, "train_step", train_step),

@@ -144,7 +144,7 @@ def check(
             poison_memory(*((rows, width) for width in (n, k, padded_n, padded_k)), dtype=kind)
     dweight, dbias = gradients(k, n, kind, grad_dtype)
     y = ops.linear_fwd(x, weight, bias)
-    dx = ops.linear_bwd(dy, x, weight, dweight, dbias, False, True)
+    dx = ops.linear_bwd(dy, x, weight, dweight, dbias, None, False, True)
     assert y.is_contiguous() and dx.is_contiguous() and y.dtype == dx.dtype == bias.dtype
     results = {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
     assert_near(results, x, weight, bias, dy)

@@ -125,7 +125,7 @@ def check_fp8(operands: Operands, p: float, grad_dtype: torch.dtype) -> None:
     assert_is_cast(values, transpose, cast, dz.cpu(), error.cpu())
     assert ((dbias - dz.sum(0)).abs() <= error.sum(0) + 1e-5 * dz.abs().sum(0)).all()
     expected = nans(*b.shape, dtype=grad_dtype)
-    ops.linear_bwd(dy, x, weight, expected, None, False, False)
+    ops.linear_bwd(dy, x, weight, expected, None, None, False, False)
     assert torch.equal(bits(dweight), bits(expected))
 
 
@@ -178,7 +178,7 @@ def test_gradients_in_fp8_have_any_float_type_and_are_added(rows, k, n, dtype):
     held, of_weight = torch.randn(k).to(dtype).cuda(), torch.randn(n, k).to(BF16).cuda()
     expected, alone = held.clone().add_(dbias), of_weight.clone()
     x, weight, dy, _ = operands
-    ops.linear_bwd(dy, x, weight, alone, None, True, False)
+    ops.linear_bwd(dy, x, weight, alone, None, None, True, False)
     bwd(operands, of_weight, held, accumulate=True)
     assert torch.equal(held, expected) and torch.equal(of_weight, alone)
 

@@ -41,7 +41,7 @@ class Sums:
             place += 3 * columns
             if op == "linear":
                 x, weight = dy.new_ones(len(dy), 8), dy.new_ones(columns, 8)
-                ops.linear_bwd(dy, x, weight, None, first, accumulate, False)
+                ops.linear_bwd(dy, x, weight, None, first, None, accumulate, False)
             elif op == "activation":
                 ops.bias_activation_dropout_bwd(
                     dy, dy, dy[0], "gelu", self.dropout, second, accumulate
@@ -132,7 +132,7 @@ def test_a_gradient_that_lies_in_part_in_the_flat_one() -> None:
     def write(buffer: Tensor) -> None:
         for begin, accumulate in ((0, False), (32, True), (96, True)):
             target = buffer[begin : begin + 64]
-            ops.linear_bwd(dy, x, weight, None, target, accumulate, False)
+            ops.linear_bwd(dy, x, weight, None, target, None, accumulate, False)
 
     write(expected)
     with later(ours[:128]):

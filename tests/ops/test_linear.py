@@ -61,7 +61,7 @@ def test_equals_torch(kind, grad_dtype, with_bias):
     exact.backward(numbers(dy))
     y = ops.linear_fwd(x, weight, bias if with_bias else None)
     dweight, dbias = gradients(kind, grad_dtype)
-    dx = ops.linear_bwd(dy, x, weight, dweight, dbias if with_bias else None, False, True)
+    dx = ops.linear_bwd(dy, x, weight, dweight, dbias if with_bias else None, None, False, True)
     assert y.dtype == dx.dtype == (BF16 if kind == E4M3 else kind)
     sizes = [numbers(t).abs() for t in (x, weight, dy)]
     assert_near(y, exact.detach(), sizes[0] @ sizes[1].t() + bias.double().abs(), K + 1)
@@ -93,10 +93,10 @@ def test_exact_sums_in_fp8_are_rounded_once_to_nearest_even():
 def test_accumulate_adds_and_rounds_once(kind, grad_dtype):
     x, weight, _, dy = inputs(kind)
     fresh = gradients(kind, F32 if kind == E4M3 else F64)
-    ops.linear_bwd(dy, x, weight, *fresh, False, False)
+    ops.linear_bwd(dy, x, weight, *fresh, None, False, False)
     before = [None if t is None else torch.randn(t.shape).to(grad_dtype) for t in fresh]
     after = [None if t is None else t.clone() for t in before]
-    ops.linear_bwd(dy, x, weight, *after, True, False)
+    ops.linear_bwd(dy, x, weight, *after, None, True, False)
     for new, old, gradient in zip(after, before, fresh, strict=True):
         if kind == E4M3 and new is not None:
             assert torch.equal(new, (old.float() + gradient).to(grad_dtype))
@@ -107,7 +107,7 @@ def test_accumulate_adds_and_rounds_once(kind, grad_dtype):
 def test_writes_into_a_view_of_a_flat_buffer():
     x, weight, _, dy = inputs()
     flat = poisoned(2 * N * K + 3)
-    ops.linear_bwd(dy, x, weight, flat[3 : 3 + N * K].view(N, K), None, False, False)
+    ops.linear_bwd(dy, x, weight, flat[3 : 3 + N * K].view(N, K), None, None, False, False)
     assert flat[:3].isnan().all() and flat[3 + N * K :].isnan().all()
     torch.testing.assert_close(flat[3 : 3 + N * K].view(N, K), dy.t() @ x)
 
@@ -117,18 +117,18 @@ def test_dx_is_added_to_another_gradient(kind):
     x, weight, _, dy = inputs(kind)
     other = torch.randn(T, K).to(BF16 if kind == E4M3 else kind)
     onto = other.clone()
-    assert ops.linear_bwd(dy, x, weight, None, None, False, False, onto).numel() == 0
+    assert ops.linear_bwd(dy, x, weight, None, None, onto, False, False).numel() == 0
     exact = other.double() + numbers(dy) @ numbers(weight)
     sizes = other.double().abs() + numbers(dy).abs() @ numbers(weight).abs()
     assert_near(onto, exact, sizes, N + 1)
     with pytest.raises(ValueError, match="linear_bwd: dx is either returned or added to onto"):
-        ops.linear_bwd(dy, x, weight, None, None, False, True, onto)
+        ops.linear_bwd(dy, x, weight, None, None, onto, False, True)
 
 
 @KINDS
 def test_dx_only_on_request(kind):
     x, weight, _, dy = inputs(kind)
-    assert ops.linear_bwd(dy, x, weight, None, None, False, False).numel() == 0
+    assert ops.linear_bwd(dy, x, weight, None, None, None, False, False).numel() == 0
 
 
 @KINDS
@@ -139,7 +139,7 @@ def test_not_a_number_stays_visible(kind):
     if kind == E4M3:
         dweight = dweight.to(BF16)
     assert ops.linear_fwd(x, weight, None)[3].isnan().all()
-    assert ops.linear_bwd(dy, x, weight, dweight, dbias, False, True)[3].isnan().all()
+    assert ops.linear_bwd(dy, x, weight, dweight, dbias, None, False, True)[3].isnan().all()
     assert dweight[5].isnan().all() and dweight[:, 5].isnan().all()
     assert int(dweight.isnan().sum()) == N + K - 1
     assert dbias is None or dbias.isnan().nonzero().tolist() == [[5]]
@@ -151,11 +151,11 @@ def test_strided_rows(kind):
     x, weight, bias, dy = inputs(kind)
     expected = (
         ops.linear_fwd(x, weight, bias),
-        ops.linear_bwd(dy, x, weight, None, None, False, True),
+        ops.linear_bwd(dy, x, weight, None, None, None, False, True),
     )
     x, weight, dy = (widened(t) for t in (x, weight, dy))
     torch.testing.assert_close(ops.linear_fwd(x, weight, bias), expected[0])
-    dx = ops.linear_bwd(dy, x, weight, None, None, False, True)
+    dx = ops.linear_bwd(dy, x, weight, None, None, None, False, True)
     torch.testing.assert_close(dx, expected[1])
 
 
@@ -163,7 +163,7 @@ def test_gradcheck():
     def backward(douts, saved, outputs):
         x, weight, _ = saved
         dweight, dbias = poisoned(6, 5), poisoned(6)
-        dx = ops.linear_bwd(douts[0].contiguous(), x, weight, dweight, dbias, False, True)
+        dx = ops.linear_bwd(douts[0].contiguous(), x, weight, dweight, dbias, None, False, True)
         return dx, dweight, dbias
 
     few = inputs(rows=7, k=5, n=6)[:3]
@@ -181,7 +181,7 @@ def test_16_bit(dtype):
         results.append([y.detach(), *(t.grad for t in leaves)])
     dweight, dbias = gradients(dtype, dtype)
     y = ops.linear_fwd(x, weight, bias)
-    dx = ops.linear_bwd(dy, x, weight, dweight, dbias, False, True)
+    dx = ops.linear_bwd(dy, x, weight, dweight, dbias, None, False, True)
     for ours, plain, exact in zip((y, dx, dweight, dbias), *results, strict=True):
         assert_as_good_as(ours, plain, exact)
 
@@ -191,7 +191,7 @@ def test_empty(kind):
     x, weight, bias, dy = inputs(kind, rows=0)
     assert ops.linear_fwd(x, weight, bias).shape == (0, N)
     dweight, dbias = gradients(kind, F32)
-    assert ops.linear_bwd(dy, x, weight, dweight, dbias, False, True).shape == (0, K)
+    assert ops.linear_bwd(dy, x, weight, dweight, dbias, None, False, True).shape == (0, K)
     assert dweight.eq(0).all() and (dbias is None or dbias.eq(0).all())
 
 
@@ -201,4 +201,4 @@ def test_refusals_in_fp8():
         with pytest.raises(ValueError, match="either all operands are Quantised or none"):
             ops.linear_fwd(*mixed, None)
     with pytest.raises(ValueError, match="dbias must be None in fp8"):
-        ops.linear_bwd(dy, x, weight, None, bias, False, True)
+        ops.linear_bwd(dy, x, weight, None, bias, None, False, True)

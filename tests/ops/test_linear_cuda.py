@@ -101,7 +101,7 @@ def test_gradients_are_added_or_overwritten(k, n, kind, tokens, grad_dtype, accu
     old = {name: old[name].to(grad_dtype or bias.dtype).cuda() for name in names}
     new = {name: t.clone() if accumulate else t * torch.nan for name, t in old.items()}
     poison_cache()
-    ops.linear_bwd(dy, x, weight, new["dweight"], new.get("dbias"), accumulate, False)
+    ops.linear_bwd(dy, x, weight, new["dweight"], new.get("dbias"), None, accumulate, False)
     assert_near(new, *operands, added=old if accumulate else None)
 
 
@@ -118,7 +118,7 @@ def test_strided_rows(dtype, offset):
     dweight = flat[offset:-8].view(n, k)
     views = wide_x[:, offset : offset + k], wide_dy[:, offset : offset + n]
     y = ops.linear_fwd(views[0], weight, bias)
-    dx = ops.linear_bwd(views[1], views[0], weight, dweight, None, False, True)
+    dx = ops.linear_bwd(views[1], views[0], weight, dweight, None, None, False, True)
     assert_near({"y": y, "dx": dx, "dweight": dweight}, *operands)
     assert flat[:offset].isnan().all() and flat[-8:].isnan().all()
 
@@ -132,7 +132,7 @@ def test_strided_rows_in_fp8(grad_dtype):
     wide = poisoned(48, 192, dtype=grad_dtype)
     dweight = wide[:, 64:128]
     y = ops.linear_fwd(*operands[:3])
-    dx = ops.linear_bwd(operands[3], *operands[:2], dweight, None, False, True)
+    dx = ops.linear_bwd(operands[3], *operands[:2], dweight, None, None, False, True)
     assert_near({"y": y, "dx": dx, "dweight": dweight}, x, weight, bias, dy)
     assert wide[:, :64].isnan().all() and wide[:, 128:].isnan().all()
 
@@ -141,7 +141,7 @@ def test_expanded_rows():
     """The gradient of a sum is one row, repeated T times."""
     x, weight, bias, dy = inputs(64, 256, 512, BF16)
     dy = dy[:1].expand(64, -1)
-    dx = ops.linear_bwd(dy, x, weight, None, None, False, True)
+    dx = ops.linear_bwd(dy, x, weight, None, None, None, False, True)
     assert_near({"dx": dx}, x, weight, bias, dy)
 
 
@@ -156,7 +156,7 @@ def test_dx_is_added_to_another_gradient(tokens, k, n, kind):
     x, weight, bias, dy = inputs(tokens, k, n, kind)
     other = torch.randn(tokens, k).to(bias.dtype).cuda()
     onto = other.clone()
-    assert ops.linear_bwd(dy, x, weight, None, None, False, False, onto).numel() == 0
+    assert ops.linear_bwd(dy, x, weight, None, None, onto, False, False).numel() == 0
     assert_near({"dx": onto}, x, weight, bias, dy, added={"dx": other})
 
 
@@ -166,11 +166,11 @@ def test_dx_is_added_to_another_gradient(tokens, k, n, kind):
 def test_only_what_is_asked_for(wanted, need_dx, kind):
     x, weight, bias, dy = inputs(80, 256, 512, kind)
     full = gradients(256, 512, kind)
-    dx = ops.linear_bwd(dy, x, weight, *full, False, True)
+    dx = ops.linear_bwd(dy, x, weight, *full, None, False, True)
     some = [
         t.clone().fill_(torch.nan) if t is not None and p else None for t, p in zip(full, wanted)
     ]
-    some_dx = ops.linear_bwd(dy, x, weight, *some, False, need_dx)
+    some_dx = ops.linear_bwd(dy, x, weight, *some, None, False, need_dx)
     assert torch.equal(some_dx, dx) if need_dx else some_dx.numel() == 0
     assert all(a is None or torch.equal(a, b) for a, b in zip(some, full, strict=True))
     y, zero = ops.linear_fwd(x, weight, None), torch.zeros_like(bias)
@@ -199,7 +199,7 @@ def test_more_elements_than_32_bits_count(vocabulary, kind):
         assert_near({"y": y[rows]}, numbers(x)[rows], weight, bias, y[rows])
         return
     dbias = torch.empty_like(bias)
-    dx = ops.linear_bwd(y, x, weight, None, dbias, False, True)
+    dx = ops.linear_bwd(y, x, weight, None, dbias, None, False, True)
     assert_near({"y": y[rows], "dx": dx[rows]}, x[rows], weight, bias, y[rows])
     assert_near({"dbias": dbias[-9:]}, x, weight[-9:], bias[-9:], y[:, -9:])
 
@@ -222,7 +222,9 @@ def test_same_input_same_bits(size, kind):
     for _ in range(3):
         dweight, dbias = gradients(*size[1:], kind)
         y = ops.linear_fwd(x, weight, bias)
-        results.append([y, ops.linear_bwd(dy, x, weight, dweight, dbias, False, True), dweight])
+        results.append(
+            [y, ops.linear_bwd(dy, x, weight, dweight, dbias, None, False, True), dweight]
+        )
         results[-1] += [] if dbias is None else [dbias]
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
@@ -241,7 +243,7 @@ def test_captured_graph(tokens, k, n, kind, seen):
 
     def step() -> tuple[Tensor, Tensor]:
         y = ops.linear_fwd(x, weight, bias)
-        return y, ops.linear_bwd(dy, x, weight, *outputs, True, True)
+        return y, ops.linear_bwd(dy, x, weight, *outputs, None, True, True)
 
     if seen:
         step()
@@ -271,12 +273,12 @@ def test_no_tokens(n, kind):
     x, weight, bias, dy = inputs(0, k, n, kind)
     assert ops.linear_fwd(x, weight, bias).shape == (0, n)
     outputs = gradients(k, n, kind)
-    assert ops.linear_bwd(dy, x, weight, *outputs, False, True).shape == (0, k)
+    assert ops.linear_bwd(dy, x, weight, *outputs, None, False, True).shape == (0, k)
     assert all(t is None or t.eq(0).all() for t in outputs)
     for t in outputs:
         if t is not None:
             t.fill_(2)
-    ops.linear_bwd(dy, x, weight, *outputs, True, False)
+    ops.linear_bwd(dy, x, weight, *outputs, None, True, False)
     assert all(t is None or t.eq(2).all() for t in outputs)
 
 
@@ -298,7 +300,7 @@ def test_not_a_number_shows(k, n, kind):
     x, dy = with_nan(x, 3, 5), with_nan(dy, 4, 6)
     dweight, dbias = gradients(k, n, kind)
     y = ops.linear_fwd(x, weight, bias)
-    dx = ops.linear_bwd(dy, x, weight, dweight, dbias, False, True)
+    dx = ops.linear_bwd(dy, x, weight, dweight, dbias, None, False, True)
     for rows, row in ((y, 3), (dx, 4)):
         assert rows[row].isnan().all() and int(rows.isnan().sum()) == rows.shape[1]
     assert dweight[6].isnan().all() and dweight[:, 5].isnan().all()
@@ -323,11 +325,11 @@ def test_refusals():
     with pytest.raises(RuntimeError, match="linear_fwd: bias must be contiguous"):
         ops.linear_fwd(x, weight, bias.repeat(2)[::2])
     with pytest.raises(RuntimeError, match="linear_bwd: dweight must have x's dtype or be float32"):
-        ops.linear_bwd(dy, x, weight, weight.half(), None, False, False)
+        ops.linear_bwd(dy, x, weight, weight.half(), None, None, False, False)
     with pytest.raises(RuntimeError, match="linear_bwd: dbias must be contiguous"):
-        ops.linear_bwd(dy, x, weight, None, bias.repeat(2)[::2], False, False)
+        ops.linear_bwd(dy, x, weight, None, bias.repeat(2)[::2], None, False, False)
     with pytest.raises(RuntimeError, match="linear_bwd: rows of dweight must not overlap"):
-        ops.linear_bwd(dy, x, weight, weight[:1].expand(64, -1), None, False, False)
+        ops.linear_bwd(dy, x, weight, weight[:1].expand(64, -1), None, None, False, False)
     with pytest.raises(RuntimeError, match="linear_fwd: weight must not be empty"):
         ops.linear_fwd(x[:, :0], weight[:, :0], bias)
     with pytest.raises(ValueError, match="linear_fwd: x must be contiguous in its last dimension"):
@@ -345,4 +347,4 @@ def test_refusals_in_fp8():
         (torch.zeros(1, 64, device="cuda").expand(32, -1), "rows of dweight must not overlap"),
     ):
         with pytest.raises(RuntimeError, match=f"linear_bwd: {message}"):
-            ops.linear_bwd(dy, x, weight, dweight, None, False, False)
+            ops.linear_bwd(dy, x, weight, dweight, None, None, False, False)

@@ -384,7 +384,7 @@ def test_bias_gradient(outputs: int, dtype: torch.dtype) -> None:
 
     def call() -> tuple[Tensor, ...]:
         dbias = weight.new_empty(outputs)
-        ops.linear_bwd(dy, x, weight, None, dbias, False, False)
+        ops.linear_bwd(dy, x, weight, None, dbias, None, False, False)
         return (dbias,)
 
     check(call)

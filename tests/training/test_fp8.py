@@ -24,7 +24,7 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.memory import fp8
 from lightseq_fairseq.memory.fp8 import Fp8State
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
-from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.adam_state import AdamState
 from lightseq_fairseq.step.training_step import TrainingStep
 from lightseq_fairseq.training import captured
 
@@ -434,12 +434,12 @@ def out_of_memory(*calls: int, rank: int | None = None) -> Iterator[None]:
 
 def test_weights_lie_in_memory_that_the_optimizer_leaves_free(data: Path, tmp_path: Path) -> None:
     """It is written when a checkpoint is saved; `test_a_resumed_run_is_the_whole_one` has one."""
-    update, split, storages = TrainingStep.update, FlatAdam.split, set()
+    update, split, storages = TrainingStep.update, AdamState.split, set()
 
     def storage(x: torch.Tensor) -> int:
         return x.untyped_storage().data_ptr()
 
-    def splits(self: FlatAdam, low: torch.Tensor) -> torch.Tensor | None:
+    def splits(self: AdamState, low: torch.Tensor) -> torch.Tensor | None:
         memory = split(self, low)
         storages.update(storage(x) for x in [memory] if x is not None)
         return memory
@@ -454,7 +454,7 @@ def test_weights_lie_in_memory_that_the_optimizer_leaves_free(data: Path, tmp_pa
 
     with (
         mock.patch.object(TrainingStep, "update", updates),
-        mock.patch.object(FlatAdam, "split", splits),
+        mock.patch.object(AdamState, "split", splits),
     ):
         runs.run(data, tmp_path, **FP8, no_save=True, max_update=2)
     assert len(storages) == 1

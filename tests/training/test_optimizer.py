@@ -500,9 +500,9 @@ def test_an_error_amid_splitting_loses_nothing(
         return convert(*arguments)
 
     monkeypatch.setattr(adam_state.ops, function, fails_once)
-    directions = {"split_floats": lambda: adam.split(low), "join_floats": adam.join}
+    directions = {"split_floats": lambda: adam.fused.split(low), "join_floats": adam.join}
     if function == "join_floats":
-        adam.split(low)
+        adam.fused.split(low)
     with pytest.raises(RuntimeError, match="out of memory"):
         directions[function]()
     for direction in directions.values():  # first the same direction, then back
@@ -517,14 +517,14 @@ def test_split_parameters_cannot_be_read() -> None:
     parameter = nn.Parameter(torch.randn(6, 5))
     expected, low = parameter.detach().clone(), torch.empty(30, dtype=torch.bfloat16)
     adam = FlatAdam([parameter])
-    adam.split(low)
+    adam.fused.split(low)
     with pytest.raises(RuntimeError):
         torch.empty(6, 5).copy_(parameter.detach())
-    assert adam.buffer.intact() and len(adam.buffer.data) == 0
+    assert adam.fused.buffer.intact() and len(adam.fused.buffer.data) == 0
     adam.state_dict()
-    assert torch.equal(parameter.detach(), expected) and adam.buffer.intact()
+    assert torch.equal(parameter.detach(), expected) and adam.fused.buffer.intact()
     parameter.grad = torch.ones(6, 5)
-    adam.split(low)
+    adam.fused.split(low)
     adam.step()
     assert parameter.shape == (6, 5) and not torch.equal(parameter.detach(), expected)
 
@@ -534,10 +534,10 @@ def test_half_of_the_memory_is_free_while_parameters_are_split() -> None:
     expected = parameter.detach().clone()
     low, adam = torch.empty(3000, dtype=torch.bfloat16), FlatAdam([parameter])
     for _ in range(2):
-        memory = adam.split(low)
+        memory = adam.fused.split(low)
         assert memory is not None and 2 * 3000 - ALIGNMENT < len(memory) <= 2 * 3000
         memory.fill_(255)
-        assert adam.split(low) is None
+        assert adam.fused.split(low) is None
         adam.join()
         assert torch.equal(parameter.detach(), expected)
 
@@ -551,8 +551,8 @@ def test_updated_weights_are_cast_to_fp8(is_whole: bool, is_wide: bool) -> None:
     parameters = [nn.Parameter(torch.randn(shape)) for shape in [(16, 32), (7,), (48, 16)]]
     adam = FlatAdam(parameters)
     if not is_whole:
-        adam.leave_out(parameters[1:2])
-    buffer = adam.buffer
+        adam.fused.leave_out(parameters[1:2])
+    buffer = adam.fused.buffer
     low, gradient = buffer.data.bfloat16(), torch.randn_like(buffer.data)
     gradient = gradient if is_wide else gradient.bfloat16()
     places = (buffer.offsets[0], 0, 16, 32), (buffer.offsets[2], 512, 48, 16)
@@ -562,12 +562,12 @@ def test_updated_weights_are_cast_to_fp8(is_whole: bool, is_wide: bool) -> None:
     amax, saturated = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
     cast = ops.WeightCast(tiles, scale, amax, saturated, values, transposes)
     before = low.clone()
-    adam.split(low)
+    adam.fused.split(low)
     with mock.patch.object(ops, "fp8_weights", wraps=ops.fp8_weights) as cast_alone:
-        adam.fused_step(gradient, low, one * 0.1, one, one, 0.0, 1e-6, cast=cast)
+        adam.fused.update(gradient, low, one * 0.1, one, one, 0.0, 1e-6, cast=cast)
     assert cast_alone.called == (is_wide or not is_whole)
     adam.join()
-    assert adam.buffer.views(low)[1].equal(buffer.views(before)[1]) != is_whole
+    assert adam.fused.buffer.views(low)[1].equal(buffer.views(before)[1]) != is_whole
     for i, (start, place, rows, columns) in enumerate(places):
         part = slice(start, start + rows * columns)
         assert not torch.equal(low[part], before[part])
@@ -588,7 +588,7 @@ def test_split_parameters_are_all_updated() -> None:
     for is_split in (False, True):
         parameters = [nn.Parameter(value.clone()) for value in values]
         adam = FlatAdam(parameters)
-        buffer = adam.buffer
+        buffer = adam.fused.buffer
         low = buffer.zeros(torch.bfloat16)
         gradient = buffer.zeros(torch.float32)
         for view, low_view, value in zip(
@@ -597,10 +597,10 @@ def test_split_parameters_are_all_updated() -> None:
             view.fill_(0.5)
             low_view.copy_(value)
         if is_split:
-            adam.split(low)
+            adam.fused.split(low)
         one = torch.ones(())
         for _ in range(2):
-            adam.fused_step(gradient, low, one * 0.1, one, one, 0.0, 1e-6)
+            adam.fused.update(gradient, low, one * 0.1, one, one, 0.0, 1e-6)
         adam.join()
         found.append([parameter.detach().clone() for parameter in parameters])
     for split, plain, before in zip(found[1], found[0], values, strict=True):

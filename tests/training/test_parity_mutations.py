@@ -29,7 +29,7 @@ from lightseq_fairseq.ops.update_scalars import State
 from lightseq_fairseq.plugins import transformer
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion as Criterion
 from lightseq_fairseq.step import objectives
-from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.adam_state import AdamState
 from lightseq_fairseq.step.training_step import Count
 
 
@@ -122,21 +122,17 @@ def decay_in_the_gradient(patch: Patch) -> None:
 
 @mutation(updates=2)
 def decay_spares_biases_and_norms(patch: Patch) -> None:
-    fused_step = FlatAdam.fused_step
+    update = AdamState.update
 
-    def changed(self: FlatAdam, *arguments: Any) -> None:
-        before = [
-            (p, p.detach().clone(), group["lr"] * group["weight_decay"])
-            for group in self.param_groups
-            for p in group["params"]
-            if p.dim() == 1
-        ]
-        fused_step(self, *arguments)
+    def changed(self: AdamState, *arguments: Any) -> None:
+        decay = self.group["lr"] * self.group["weight_decay"]
+        before = [(p, p.detach().clone()) for p in self.buffer.parameters if p.dim() == 1]
+        update(self, *arguments)
         with torch.no_grad():
-            for parameter, value, decay in before:
+            for parameter, value in before:
                 parameter.add_(value, alpha=decay)
 
-    patch.setattr(FlatAdam, "fused_step", changed)
+    patch.setattr(AdamState, "update", changed)
 
 
 # Clipping

@@ -17,7 +17,7 @@ from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.packing import Packed
 from lightseq_fairseq.plugins import roberta, transformer
 from lightseq_fairseq.plugins.roberta import LSRobertaModel
-from lightseq_fairseq.step.flat_adam import FlatAdam
+from lightseq_fairseq.step.adam_state import AdamState
 from lightseq_fairseq.step.objectives import SentenceNumbers
 from lightseq_fairseq.step.training_step import Count
 
@@ -144,14 +144,14 @@ def no_dropout_after_the_norm_of_the_embedding(patch: Patch) -> None:
 
 @mutation("classes")
 def what_has_no_gradient_decays(patch: Patch) -> None:
-    patch.setattr(FlatAdam, "leave_out", lambda self, parameters: None)
+    patch.setattr(AdamState, "leave_out", lambda self, parameters: None)
 
 
 @mutation("bf16")
 def what_has_no_gradient_does_not_decay_in_16_bits(patch: Patch) -> None:
-    step = FlatAdam.fused_step
+    step = AdamState.update
 
-    def changed(self: FlatAdam, *arguments: Any) -> None:
+    def changed(self: AdamState, *arguments: Any) -> None:
         unused = [
             p for p, v in zip(self.buffer.parameters, self.buffer.views(arguments[0]), strict=True)
             if not v.any()
@@ -159,7 +159,7 @@ def what_has_no_gradient_does_not_decay_in_16_bits(patch: Patch) -> None:
         self.leave_out(unused)
         step(self, *arguments)
 
-    patch.setattr(FlatAdam, "fused_step", changed)
+    patch.setattr(AdamState, "update", changed)
 
 
 @mutation("classes")

@@ -18,8 +18,8 @@ from fairseq.models.transformer import TransformerModelBase
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
+from lightseq_fairseq.step.adam_state import AdamState
 from lightseq_fairseq.step.exchange import Exchange
-from lightseq_fairseq.step.flat_adam import FlatAdam
 from lightseq_fairseq.step.training_step import TrainingStep
 from lightseq_fairseq.training.trainer import Trainer
 
@@ -293,7 +293,7 @@ def test_a_rank_that_is_out_of_memory_keeps_the_others_company(
 END_OF_STEP: dict[str, tuple[Any, str]] = {
     "squares": (Exchange, "squares"),  # in the counts, before the last collective
     "norm": (ops, "adam_norm"),  # in the update
-    "parameters": (FlatAdam, "fused_step"),  # in the update, after the state has changed
+    "parameters": (AdamState, "update"),  # in the update, after the state has changed
 }
 
 
