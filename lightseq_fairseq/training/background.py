@@ -187,6 +187,3 @@ def _say_later(record: logging.LogRecord) -> bool:
     before, after = found.groups()
     WRITER.say(checkpoint_utils.logger, lambda seconds: f"{before}{seconds:.1f}{after}")
     return False
-
-
-__all__ = ["OS", "WRITER", "Folder", "Writer", "take_over"]

@@ -103,6 +103,3 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
         report.end(cfg)
         if STOPPING.reason is not None and torch.distributed.is_initialized():
             torch.distributed.barrier()  # the launcher may end all ranks when the first one ends
-
-
-__all__ = ["distributed_init", "main"]

@@ -60,6 +60,3 @@ class EpochProgress(BaseProgressBar):
     def update_config(self, config: Any) -> None:
         """Pass the configuration on."""
         self.wrapped_bar.update_config(config)
-
-
-__all__ = ["EpochProgress"]

@@ -187,6 +187,3 @@ class Watch:
         elif seconds <= SILENCE and other in self._silent:
             self._silent.remove(other)
             logger.warning("%s responds again", name)
-
-
-__all__ = ["Watch", "waiting_for_all", "watched"]

@@ -207,6 +207,3 @@ def _checkpoints(settings: Any, suffix: str) -> str:
         if note is not None and PathManager.exists(os.path.join(folder, name))
     ]
     return f"{folder}{': ' * bool(found)}{', '.join(found)}"
-
-
-__all__ = ["Report"]

@@ -128,6 +128,3 @@ def _write(owner: Any, names: tuple[str, ...], values: dict[str, Any]) -> None:
     for name in names:
         if name in values:
             setattr(owner, name, values[name])
-
-
-__all__ = ["ResumableTrainer", "ended"]

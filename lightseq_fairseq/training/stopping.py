@@ -181,6 +181,3 @@ class StoppableTrainer(native.Trainer):
         )
         STOPPING.agree(float(sums[-1]))
         return outputs, sums[:-1]
-
-
-__all__ = ["STOPPING", "StoppableTrainer", "Stopping", "launch", "load_batches"]

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from fairseq import data
+from fairseq.data.indexed_dataset import MMapIndexedDataset
+from fairseq.data.shorten_dataset import TruncateDataset
 from torch import Tensor
 
 from lightseq_fairseq.memory.filling import Sentences, positions
@@ -27,10 +30,6 @@ def reader(dataset: Any) -> Reader:
     It can be pickled. Other classes than those below, such as their subclasses, are read item by
     item.
     """
-    from fairseq import data
-    from fairseq.data.indexed_dataset import MMapIndexedDataset
-    from fairseq.data.shorten_dataset import TruncateDataset
-
     kind = type(dataset)
     if kind is MMapIndexedDataset:
         return partial(_mapped, dataset)
@@ -57,11 +56,8 @@ def joined(sentences: Sequence[Tensor]) -> Sentences:
 
 def files(dataset: Any) -> list[Any] | None:
     """The memory-mapped files that ``dataset`` consists of, in order; None for other datasets."""
-    from fairseq.data import ConcatDataset
-    from fairseq.data.indexed_dataset import MMapIndexedDataset
-
     parts = [dataset]
-    if type(dataset) is ConcatDataset and all(ratio == 1 for ratio in dataset.sample_ratios):
+    if type(dataset) is data.ConcatDataset and all(ratio == 1 for ratio in dataset.sample_ratios):
         parts = dataset.datasets
     return parts if all(type(part) is MMapIndexedDataset for part in parts) else None
 

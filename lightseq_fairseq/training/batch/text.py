@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from fairseq.data import MonolingualDataset, TokenBlockDataset
 
 from lightseq_fairseq.memory.filling import Column, Filled, Sentences, packed
 from lightseq_fairseq.memory.packing import TEXT, Granularity, PackedBatch
@@ -32,16 +33,12 @@ class PackingText(PackingDataset):
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
         super().__init__(dataset, granularity)
-        from fairseq.data import TokenBlockDataset
-
         blocks = dataset.dataset
         self._is_stored = type(blocks) is TokenBlockDataset and stored(blocks)
 
     @staticmethod
     def packs(dataset: Any) -> bool:
         """See ``PackingDataset``."""
-        from fairseq.data import MonolingualDataset
-
         return type(dataset) is MonolingualDataset
 
     @staticmethod
@@ -55,16 +52,12 @@ class PackingText(PackingDataset):
             "the text has empty sentences": bool((dataset.sizes == 0).any()),
         }
 
-    def __getitems__(self, indices: Any) -> PackedBatch:
-        """The batch of these blocks."""
+    def _at(self, indices: np.ndarray) -> PackedBatch:
         if not self._is_stored:
-            return self.collater([self.dataset[index] for index in indices])
-        return self._pack(*self._read(np.asarray(indices, dtype=np.int64)))
+            return self._of([self.dataset[index] for index in indices])
+        return self._pack(*self._read(indices))
 
-    def collater(self, samples: Any) -> PackedBatch:
-        """See ``PackingDataset``."""
-        if isinstance(samples, PackedBatch):
-            return samples
+    def _of(self, samples: Any) -> PackedBatch:
         previous, labels = (joined([s[side] for s in samples]) for side in ("source", "target"))
         return self._pack(previous.tokens, labels)
 
