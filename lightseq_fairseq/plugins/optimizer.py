@@ -49,11 +49,6 @@ class FairseqAdam(native.FairseqAdam):
                 )
         self._optimizer = FlatAdam(params, **self.optimizer_config)
 
-    @property
-    def optimizer(self) -> FlatAdam:
-        """The torch optimizer."""
-        return self._optimizer
-
     def zero_grad(self) -> None:
         """Set the gradients to None and reset the factor that ``multiply_grads`` has stored."""
         self._optimizer.zero_grad()

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
-
 from fairseq.logging import metrics
 from fairseq.logging.progress_bar import BaseProgressBar
 from fairseq_cli import train

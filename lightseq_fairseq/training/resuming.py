@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightseq_fairseq.training import stopping  # isort: skip  (prepares fairseq)
-
 from fairseq.logging import metrics
 from fairseq.optim.lr_scheduler import polynomial_decay_schedule, reduce_lr_on_plateau
 from fairseq_cli import train
+
+from lightseq_fairseq.training import stopping
 
 _KEPT = "lightseq_stopping"  # the key in extra_state
 _PATIENCE = ("best", "num_runs")  # attributes of fairseq's function `should_stop_early`

@@ -20,8 +20,6 @@ from functools import partial
 from typing import Any
 from weakref import proxy
 
-from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
-
 from fairseq import trainer as native
 from torch.utils.data._utils import worker as _worker
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
-
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.families import named
 from lightseq_fairseq.memory.packing import Granularity

@@ -31,10 +31,6 @@ class PackingClasses(PackingDataset):
     A batch has the sentences and labels of fairseq's task ``sentence_prediction``, in the order of
     the given indices; for their form see ``packing.CLASSES``. A row that is the pad token is
     dropped, as ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
-
-    Args:
-        dataset: fairseq's dataset of the task; ``covers(dataset)`` must be None.
-        granularity: see ``PackingDataset``.
     """
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
@@ -52,7 +48,6 @@ class PackingClasses(PackingDataset):
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """See ``PackingDataset``."""
         columns = nested.columns(dataset) or {}
         extra = sorted(set(columns) - _ENTRIES)
         target = columns.get("target")

@@ -42,10 +42,6 @@ class PackingMasked(PackingDataset):
 
     A row that is the pad token after masking is dropped, as ``Segments.from_mask`` does. It still
     counts in ``ntokens``, as in fairseq. A masked pad token has no label, as in fairseq.
-
-    Args:
-        dataset: fairseq's dataset of the task; ``covers(dataset)`` must be None.
-        granularity: see ``PackingDataset``.
     """
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
@@ -63,7 +59,6 @@ class PackingMasked(PackingDataset):
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """See ``PackingDataset``."""
         found: dict[str, bool] = {}
         for part in nested.corpora(dataset) or []:
             for reason, applies in _lacks(nested.columns(part) or {}).items():

@@ -25,8 +25,7 @@ class PackingPairs(PackingDataset):
     ``Segments.from_mask`` does the same.
 
     Args:
-        dataset: fairseq's LanguagePairDataset; ``covers(dataset)`` must be None.
-        granularity: rounding of the numbers of rows and sentences, see ``packed``.
+        dataset, granularity: see ``PackingDataset``.
         part: the part of the model that the batches train, see ``PackedBatch``.
     """
 
@@ -43,12 +42,10 @@ class PackingPairs(PackingDataset):
 
     @staticmethod
     def packs(dataset: Any) -> bool:
-        """See ``PackingDataset``."""
         return type(dataset) is LanguagePairDataset
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """See ``PackingDataset``."""
         return {
             "the data have no target sentences": dataset.tgt is None,
             "the data have alignments": dataset.align_dataset is not None,
@@ -93,10 +90,7 @@ class PackingPairs(PackingDataset):
 class PackingParts(PackingDataset):
     """Batches for several parts of a model: each batch is a list of one ``PackedBatch`` per part.
 
-    Args:
-        dataset: fairseq's RoundRobinZipDatasets of datasets that ``PackingPairs`` accepts; each
-            language pair is a part.
-        granularity: see ``PackingPairs``.
+    Each language pair of fairseq's RoundRobinZipDatasets is a part.
     """
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
@@ -107,12 +101,10 @@ class PackingParts(PackingDataset):
 
     @staticmethod
     def packs(dataset: Any) -> bool:
-        """See ``PackingDataset``."""
         return type(dataset) is RoundRobinZipDatasets
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """See ``PackingDataset``."""
         reasons = {f"the dataset is of type {type(dataset).__name__}": dataset.eval_key is not None}
         found = map(covers, dataset.datasets.values())
         return reasons | {reason: True for reason in found if reason is not None}

@@ -64,13 +64,12 @@ def files(dataset: Any) -> list[Any] | None:
 
 def stored(blocks: Any) -> bool:
     """Whether all blocks of a TokenBlockDataset are contiguous in memory-mapped files."""
-    return all(_is_contiguous(part) for part in files(blocks.dataset) or [None])
+    parts = files(blocks.dataset)
+    return parts is not None and all(map(_is_contiguous, parts))
 
 
 def _is_contiguous(file: Any) -> bool:
     """Whether a memory-mapped file has its sentences one after the other, as fairseq writes it."""
-    if file is None:
-        return False
     index = file._index
     ends = index.sizes.cumsum(dtype=np.int64) * np.dtype(index.dtype).itemsize
     return bool(np.array_equal(index._pointers[1:], ends[:-1]) and not index._pointers[:1].any())

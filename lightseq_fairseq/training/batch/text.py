@@ -25,10 +25,6 @@ class PackingText(PackingDataset):
     A batch has the blocks, decoder input and labels of fairseq's ``collate`` in
     ``monolingual_dataset.py``. A row whose decoder input is the pad token is dropped, as
     ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
-
-    Args:
-        dataset: fairseq's MonolingualDataset; ``covers(dataset)`` must be None.
-        granularity: rounding of the numbers of rows and sentences, see ``packed``.
     """
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
@@ -38,12 +34,10 @@ class PackingText(PackingDataset):
 
     @staticmethod
     def packs(dataset: Any) -> bool:
-        """See ``PackingDataset``."""
         return type(dataset) is MonolingualDataset
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """See ``PackingDataset``."""
         return {
             "the targets are not the next tokens": dataset.targets != ["future"],
             # fairseq also counts the blocks that it adds to fill a batch.
