@@ -22,7 +22,8 @@ UPDATES = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 @click.option(
     "--inputs", "first", multiple=True, required=True, metavar="PATH ...",
     type=click.Path(path_type=Path),
-    help="The checkpoints, or a folder that contains them.",
+    help="The checkpoints, or the folder of a run: all its checkpoints of epochs, or else of "
+    "updates, unless one of the next options selects some.",
 )  # fmt: skip
 @click.argument("more", nargs=-1, metavar="", type=click.Path(path_type=Path))
 @click.option(
@@ -146,13 +147,7 @@ def _chosen(
                 "--checkpoint-upper-bound needs --num-epoch-checkpoints or "
                 "--num-update-checkpoints: add one."
             )
-        for path in inputs:
-            if path.is_dir():
-                raise UserError(
-                    f"{path} is a folder: set how many of its checkpoints to average with "
-                    "--num-epoch-checkpoints or --num-update-checkpoints."
-                )
-        return list(inputs)
+        return [path for given in inputs for path in _all_of(given)]
     if len(inputs) == 1 and not inputs[0].exists():
         raise UserError(f"{inputs[0]} does not exist: set --inputs to the --save-dir of a run.")
     if len(inputs) > 1 or not inputs[0].is_dir():
@@ -160,12 +155,7 @@ def _chosen(
             "--num-epoch-checkpoints and --num-update-checkpoints choose checkpoints in a folder: "
             "set --inputs to one folder."
         )
-    pattern = EPOCHS if updates is None else UPDATES
-    found = {}
-    for path in inputs[0].iterdir():
-        match = pattern.fullmatch(path.name)
-        if match is not None and (bound is None or int(match[1]) <= bound):
-            found[int(match[1])] = path
+    found = _numbered(inputs[0], EPOCHS if updates is None else UPDATES, bound)
     if len(found) < count:
         name = "checkpoint<epoch>.pt" if updates is None else "checkpoint_<epoch>_<updates>.pt"
         up_to = "" if bound is None else f" up to {bound}"
@@ -174,7 +164,28 @@ def _chosen(
             "ask for fewer, or train longer and keep more of them (--keep-last-epochs, "
             "--keep-interval-updates)."
         )
-    return [found[number] for number in sorted(found, reverse=True)[:count]]
+    return found[:count]
+
+
+def _all_of(path: Path) -> list[Path]:
+    """The checkpoint itself; of a folder, those of all epochs, or else of all updates."""
+    if not path.is_dir():
+        return [path]
+    found = _numbered(path, EPOCHS, None) or _numbered(path, UPDATES, None)
+    if not found:
+        raise UserError(
+            f"{path} contains no checkpoints named checkpoint<epoch>.pt or "
+            "checkpoint_<epoch>_<updates>.pt: set --inputs to the --save-dir of a run that keeps "
+            "them."
+        )
+    return found
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str], bound: int | None) -> list[Path]:
+    """The files with such a name and a number up to ``bound``, the highest number first."""
+    matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
+    found = {int(match[1]): path for match, path in matches if match is not None}
+    return [found[n] for n in sorted(found, reverse=True) if bound is None or n <= bound]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.start.commands import CommandError, own
 
 # ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES, known here without the package.
@@ -28,6 +29,7 @@ QUANTIZATIONS = (
     "--output", metavar="PATH", type=click.Path(path_type=Path),
     help="File or folder to write  [default: beside CHECKPOINT, named after it and --to]",
 )  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace --output if it exists.")
 @click.option(
     "--data", metavar="FOLDER",
     help="Folder with the dictionaries of the run  [default: the folder used in training]",
@@ -37,19 +39,25 @@ QUANTIZATIONS = (
     help="Number format of the weights, with --to ctranslate2  [default: float32]",
 )  # fmt: skip
 def main(
-    source: Path, to: str, output: Path | None, data: str | None, quantization: str | None
-) -> None:
+    source: Path, to: str, output: Path | None, force: bool, data: str | None,
+    quantization: str | None,
+) -> None:  # fmt: skip
     """Export the model of a checkpoint that lightseq-train or fairseq-train wrote.
+
+    CHECKPOINT is a file, or the folder of a run with its checkpoint_best.pt.
 
     \b
         lightseq-export checkpoint_best.pt --to fairseq --output model.pt
         lightseq-export checkpoint_best.pt --to ctranslate2 --quantization int8 --output ct2
     """
     try:
+        source = Path(checkpoint_in(str(source)))
         suffix = ".pt" if to == "fairseq" else ""
         output = output or source.with_name(f"{source.stem}-{to}{suffix}")
-        if output.exists():
-            raise UserError(f"{output} exists already: choose another --output.")
+        if output.exists() and not force:
+            raise UserError(
+                f"{output} exists already: choose another --output, or replace it with --force."
+            )
         if quantization and to != "ctranslate2":
             raise UserError(
                 "--quantization needs --to ctranslate2: add it, or remove --quantization."

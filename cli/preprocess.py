@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from lightseq_fairseq.base import files
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 
@@ -31,9 +32,9 @@ def main(words: list[str]) -> None:
 
 def _preprocess(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
     notes = []
-    for files in () if args.dict_only else _splits(args):
+    for paths in () if args.dict_only else _splits(args):
         counts = {}
-        for path in files:
+        for path in paths:
             counts[path], returns = _lines(path)
             if returns:
                 notes.append(_note(path, returns))
@@ -47,17 +48,32 @@ def _preprocess(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
         raise UserError(f"{notes[0]} --alignfile cannot be used with it: replace it by a space.")
     for note in notes:
         click.echo(f"lightseq-preprocess: note: {note}", err=True)
-    fairseq_main(args)
+    with files.no_empty_folder(args.destdir):
+        fairseq_main(args)
 
 
 def _splits(args: Namespace) -> Iterator[list[str]]:
-    """The text files of each split that exist: of both languages, and of their alignments."""
+    """The text files of each split: of both languages, and of their alignments.
+
+    Raises:
+        UserError: one of them does not exist. fairseq would already have made --destdir.
+    """
     languages = [args.source_lang] if args.only_source else [args.source_lang, args.target_lang]
-    endings = [*languages, *([args.align_suffix] if args.align_suffix else [])]
     several = f"{args.validpref or ''},{args.testpref or ''}".split(",")
     for prefix in filter(None, [args.trainpref, *several]):
-        paths = [prefix if end is None else f"{prefix}.{end}" for end in endings]
-        yield [path for path in paths if os.path.isfile(path)]  # fairseq names missing ones
+        paths = [prefix if end is None else f"{prefix}.{end}" for end in languages]
+        for path in paths:
+            if not os.path.exists(path):
+                named = args.only_source or None not in languages
+                advice = (
+                    "check the path on the command line"
+                    if named
+                    else f"add --source-lang and --target-lang, for the files {prefix}.<language>, "
+                    "or --only-source"
+                )
+                raise UserError(f"{path} does not exist: {advice}.")
+        aligned = [f"{prefix}.{args.align_suffix}"] if args.align_suffix else []
+        yield [path for path in (*paths, *aligned) if os.path.isfile(path)]
 
 
 def _lines(path: str) -> tuple[int, list[int]]:

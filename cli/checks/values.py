@@ -7,24 +7,28 @@ import ast
 import difflib
 import json
 import math
+import os
 import re
 import typing
 from collections.abc import Callable
 from typing import Any
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import registries
 from lightseq_fairseq.cli.words.defaults import flag_of
 
 
 def path(request: Request) -> None:
-    """Raises UserError if no checkpoint is named."""
-    if getattr(request.args, "path", None) is None:
+    """Raises UserError if no checkpoint is named; replaces the folder of a run by its best one."""
+    given = getattr(request.args, "path", None)
+    if given is None:
         raise UserError(
             "--path is missing: add the checkpoint, for example "
             "--path checkpoints/checkpoint_best.pt."
         )
+    request.args.path = os.pathsep.join(map(checkpoint_in, given.split(os.pathsep)))
 
 
 def texts(request: Request) -> None:

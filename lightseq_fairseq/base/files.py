@@ -88,7 +88,7 @@ def placed(path: str | Path) -> Iterator[Path]:
 
     Raises:
         UserError: as for `atomic_writer`; also on any OSError of the block, and if a file would
-            replace a folder, or a folder would replace a file or a folder that is not empty.
+            replace a folder, or a folder would replace a file.
     """
     if _is_stream(path):
         raise _unwritable(path, _STREAM)
@@ -100,6 +100,8 @@ def placed(path: str | Path) -> Iterator[Path]:
             yield place
             for part in (*place.rglob("*"), place):
                 _sync(part)
+            if os.path.isdir(target) and place.is_dir():
+                os.rename(target, place.parent / "old")  # removed with the temporary folder
             os.replace(place, target)
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -257,6 +259,22 @@ def _is_at(path: str, number: int) -> bool:
         return os.path.samestat(os.lstat(path), os.fstat(number))
     except FileNotFoundError:
         return False
+
+
+@contextmanager
+def no_empty_folder(folder: str) -> Iterator[None]:
+    """At the end, remove ``folder`` and those above it, if the block made them and they are empty.
+
+    A command that fails leaves nothing behind.
+    """
+    path = Path(folder)
+    made = [place for place in (path, *path.parents) if not place.exists()]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            for place in made:
+                place.rmdir()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request, messages, parsing
 from lightseq_fairseq.cli.start import launch
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
@@ -22,7 +23,6 @@ StrPath = str | os.PathLike[str]
 Self = TypeVar("Self", bound="Pretrained")
 
 _COMMAND = "interactive"
-_OF_A_RUN = ("checkpoint_best.pt", "checkpoint_last.pt")
 _BATCH = ("max_tokens", "batch_size", "max_sentences")
 # Options of one call, besides those of fairseq's search.
 _OF_A_CALL = {*_BATCH, "seed", "remove_bpe", "post_process", "skip_invalid_size_inputs_valid_test"}
@@ -114,7 +114,7 @@ class Pretrained:
 
         patching.apply("model")
         cls._check_names(options)
-        paths = [_file(path) for path in _listed(checkpoint)]
+        paths = [checkpoint_in(path) for path in _listed(checkpoint)]
         trained = _trained(paths[0], cls.kind, options)
         options = {name: trained.get(name) for name in cls.kind.settings} | options
         if not any(options.get(name) for name in _BATCH):
@@ -208,19 +208,6 @@ def _listed(checkpoint: StrPath | Sequence[StrPath]) -> list[str]:
     if not paths:
         raise UserError("There is no checkpoint to load: pass one, or several for an ensemble.")
     return paths
-
-
-def _file(path: str) -> str:
-    """The checkpoint itself, if ``path`` is the folder of a run."""
-    if not os.path.isdir(path):
-        return path
-    for name in _OF_A_RUN:
-        if os.path.isfile(os.path.join(path, name)):
-            return os.path.join(path, name)
-    raise UserError(
-        f"The folder {path} has no {' or '.join(_OF_A_RUN)}: use a checkpoint file, or the "
-        "--save-dir of a training run."
-    )
 
 
 def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
     def verify_checkpoint_directory(verify: Callable[[str], None], save_dir: str) -> None:
         # Only rank 0 calls this.
         if not cfg.checkpoint.no_save and PathManager.supports_rename(save_dir):
+            folder.enter_context(files.no_empty_folder(save_dir))
             with contextlib.suppress(OSError):  # fairseq reports it below
                 os.makedirs(save_dir, exist_ok=True)
             folder.enter_context(files.sole_user(save_dir))

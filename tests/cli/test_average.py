@@ -55,6 +55,7 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "mean", "newest"),
     [
+        ("", 9.5, "checkpoint11.pt"),
         ("--num-epoch-checkpoints 2", 10.5, "checkpoint11.pt"),
         ("--num-epoch-checkpoints 2 --checkpoint-upper-bound 10", 9.5, "checkpoint10.pt"),
         ("--num-update-checkpoints 3", 1000.0, "checkpoint_11_1100.pt"),
@@ -105,7 +106,7 @@ def test_named_checkpoints_are_summed_in_float64_and_rounded_once(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--inputs {0}", "{0} is a folder: set how many"),
+        ("--inputs {1}", "{1} contains no checkpoints named checkpoint<epoch>.pt or"),
         (
             "--inputs {0} --num-epoch-checkpoints 5",
             "contains only 4 of 5 checkpoints named checkpoint<epoch>.pt",

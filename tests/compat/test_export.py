@@ -398,7 +398,11 @@ CT2 = "--to ctranslate2"
             "{0}/none is not a folder: set --data to the",
         ),
         (None, "--to safetensors --quantization int8", "--quantization needs --to ctranslate2"),
-        (None, f"{CT2} --output {{0}}/short", "{0}/short exists already"),
+        (
+            None,
+            f"{CT2} --output {{0}}/short",
+            "{0}/short exists already: choose another --output, or",
+        ),
         (None, f"{CT2} --output {{0}}/no/such", "Cannot write {0}/no/such (No such file"),
         (None, "--to safetensors --output {0}/no/such", "Cannot write {0}/no/such (No such file"),
         (None, "--to fairseq --output {0}/no/such.pt", "Cannot write {0}/no/such.pt (No such file"),

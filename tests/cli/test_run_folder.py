@@ -1,0 +1,98 @@
+"""Commands accept the folder of a run where they read a checkpoint, and leave no empty folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.cli_runs import SMALL, binarise, run, succeed
+
+MODEL = ["--arch", "ls_transformer_tiny", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return binarise(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path) -> Path:
+    """A run with checkpoint_best.pt and checkpoint_last.pt, which differ."""
+    folder = data.parent / "run"
+    words = ["--max-update", "4", "--validate-interval-updates", "2"]
+    succeed("train", data, *MODEL, *words, "--save-dir", folder)
+    last = torch.load(folder / "checkpoint_last.pt", weights_only=False)
+    last["model"] = {name: 2 * weights for name, weights in last["model"].items()}
+    torch.save(last, folder / "checkpoint_last.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("generate", ["--beam", "2", "--max-len-b", "5"]),
+        ("validate", ["--max-tokens", "200"]),
+        ("generate", ["--beam", "2", "--max-len-b", "5", "--native"]),
+    ],
+)
+def test_path_of_a_run_is_its_best_checkpoint(
+    data: Path, trained: Path, command: str, words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    found = []
+    for path in (trained, trained / "checkpoint_best.pt", trained / "checkpoint_last.pt"):
+        caplog.clear()
+        out = succeed(command, data, "--path", path, *words, "--cpu")
+        found.append((out, [r.message for r in caplog.records if "loss" in r.message]))
+    assert found[0] == found[1] != found[2]
+
+
+def test_an_ensemble_of_runs(data: Path, trained: Path) -> None:
+    words = ["--beam", "2", "--max-len-b", "5", "--cpu"]
+    best = trained / "checkpoint_best.pt"
+    by_folders = succeed("generate", data, "--path", f"{trained}:{trained}", *words)
+    assert by_folders == succeed("generate", data, "--path", f"{best}:{best}", *words)
+
+
+def test_export_of_a_run_and_over_an_old_export(trained: Path, tmp_path: Path) -> None:
+    output = tmp_path / "exported"
+    words = ["--to", "safetensors", "--output", output]
+    succeed("export", trained / "checkpoint_last.pt", *words)
+    (output / "old").touch()
+    before = (output / "model.safetensors").read_bytes()
+    refused = run("export", trained, *words)
+    assert refused.exit_code == 2 and "or replace it with --force" in refused.stderr
+    assert (output / "model.safetensors").read_bytes() == before
+    succeed("export", trained, *words, "--force")
+    assert (output / "model.safetensors").read_bytes() != before
+    assert not (output / "old").exists() and [*tmp_path.iterdir()] == [output]
+
+
+@pytest.mark.parametrize("words", [["--restore-file", "gone.pt"], ["--train-subset", "gone"]])
+def test_a_failed_training_leaves_no_empty_folder(
+    data: Path, tmp_path: Path, words: list[str]
+) -> None:
+    result = run("train", data, *MODEL, *words, "--save-dir", tmp_path / "a" / "b")
+    assert result.exit_code != 0 and not (tmp_path / "a").exists()
+    (tmp_path / "kept").mkdir()  # the user's
+    run("train", data, *MODEL, *words, "--save-dir", tmp_path / "kept")
+    assert (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ([], "add --source-lang and --target-lang, for the files {0}.<language>, or --only"),
+        (["-s", "en", "-t", "de"], "check the path"),
+        (["--only-source"], "check the path"),
+    ],
+)
+def test_a_failed_preprocess_leaves_no_folder(
+    tmp_path: Path, words: list[str], advice: str
+) -> None:
+    prefix = tmp_path / "train"
+    result = run("preprocess", "--trainpref", prefix, "--destdir", tmp_path / "bin", *words)
+    assert result.exit_code == 2 and not [*tmp_path.iterdir()]
+    missing = f"{prefix}.en" if "-s" in words else prefix
+    assert f"{missing} does not exist: {advice.format(prefix)}" in result.stderr
