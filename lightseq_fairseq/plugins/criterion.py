@@ -31,8 +31,7 @@ from lightseq_fairseq.step.objectives import (
 
 
 @register_criterion(
-    "ls_label_smoothed_cross_entropy",
-    dataclass=native.LabelSmoothedCrossEntropyCriterionConfig,
+    "ls_label_smoothed_cross_entropy", dataclass=native.LabelSmoothedCrossEntropyCriterionConfig
 )
 class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriterion):
     """Label-smoothed cross entropy over packed logits."""

@@ -15,10 +15,7 @@ from fairseq.models import (
     register_model_architecture,
 )
 from fairseq.models.transformer import TransformerConfig
-from fairseq.models.transformer_lm import (
-    TransformerLanguageModel,
-    TransformerLanguageModelConfig,
-)
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from torch import Tensor
 
 from lightseq_fairseq.base import families
