@@ -330,7 +330,6 @@ def parser_of(column: str, family: Family, *words: str) -> argparse.ArgumentPars
     """
     command, task = column.partition(" ")[0], task_of(column, family)
     parser, recipe, line = PARSERS[command](), task.recipe, "data"
-    assert recipe is not None
     if command in ("train", "validate"):
         line += f" --task {task.name}"
     if command == "train":

@@ -36,7 +36,8 @@ from omegaconf import OmegaConf
 
 from lightseq_fairseq.base.result_rows import current_commit, write
 from lightseq_fairseq.memory.packing import Granularity
-from lightseq_fairseq.training.batch import PackingPairs, packing
+from lightseq_fairseq.training.batch import packing
+from lightseq_fairseq.training.batch.pairs import PackingPairs
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"
 

@@ -81,13 +81,9 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
 
 def _recipe(name: str | None, adaptive: bool) -> Recipe:
     """The recipe of a task; ``adaptive``: of models with adaptive softmax."""
-    task = families.tasks().get(name or "")
-    of_task = None if task is None else task.recipe
-    of_softmax = next((family.adaptive for family in families.FAMILIES if family.adaptive), None)
-    first = families.FAMILIES[0].tasks[0].recipe
-    found = (of_softmax if adaptive else of_task) or first
-    assert found is not None
-    return found
+    if adaptive:
+        return next(family.adaptive for family in families.FAMILIES if family.adaptive)
+    return families.tasks().get(name or "", families.FAMILIES[0].tasks[0]).recipe
 
 
 # A converted command without a criterion: fairseq's default, cross_entropy.

@@ -46,9 +46,9 @@ class Task(NamedTuple):
         name: the value of --task.
         place: its class; subclasses count as well.
         data: the kind of data that it reads, see `cli.checks.CHECKS`.
+        recipe: of lightseq-train.
         loaders: its methods that load dictionaries and data. A task with the same methods reads the
             same data. Empty: `cli.checks` does not know how the task loads them.
-        recipe: for this task; None: that of the first task of the first family.
         criteria: the only ones that fit, the best one first; empty: all but those for other data,
             see ``plugins.conditions``.
         unread, read: settings of train and validate that this task and its models do not use,
@@ -63,8 +63,8 @@ class Task(NamedTuple):
     name: str
     place: str
     data: str
+    recipe: Recipe
     loaders: tuple[str, ...] = ()
-    recipe: Recipe | None = None
     criteria: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
@@ -112,33 +112,36 @@ class Family(NamedTuple):
         return any(issubclass(task, named(each.place)) for each in self.tasks)
 
 
+# Vaswani et al. (2017), section 5, with the learning rate, weight decay and warm-up of fairseq's
+# examples/scaling_nmt for big Transformers.
+_TRANSLATING = Recipe(
+    "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 1e-4",
+    "--criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1",
+    "--lr 5e-4 --lr-scheduler inverse_sqrt --warmup-updates 4000",
+    max_tokens=4096,
+    update_freq=1,
+    updates=300_000,
+)
 _OF_PAIRS = (
     Task(
         "translation",
         "fairseq.tasks.translation:TranslationTask",
         "sentence pairs",
+        _TRANSLATING,
         ("setup_task", "load_dictionary", "load_dataset"),
-        # Vaswani et al. (2017), section 5, with the learning rate, weight decay and warm-up of
-        # fairseq's examples/scaling_nmt for big Transformers.
-        Recipe(
-            "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 1e-4",
-            "--criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1",
-            "--lr 5e-4 --lr-scheduler inverse_sqrt --warmup-updates 4000",
-            max_tokens=4096,
-            update_freq=1,
-            updates=300_000,
-        ),
         dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
     ),
     Task(
         "translation_multi_simple_epoch",
         "fairseq.tasks.translation_multi_simple_epoch:TranslationMultiSimpleEpochTask",
         "sentence pairs of several languages",
+        _TRANSLATING,
     ),
     Task(
         "multilingual_translation",
         "fairseq.tasks.multilingual_translation:MultilingualTranslationTask",
         "sentence pairs of several languages",
+        _TRANSLATING,
         adds_losses=True,
     ),
 )
@@ -174,7 +177,6 @@ LANGUAGE_MODEL = Family(
             "language_modeling",
             "fairseq.tasks.language_modeling:LanguageModelingTask",
             "running text",
-            ("setup_task", "setup_dictionary", "load_dataset"),
             # fairseq's examples/language_model/README.md, of transformer_lm on WikiText-103.
             Recipe(
                 "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0 --weight-decay 0.01",
@@ -184,6 +186,7 @@ LANGUAGE_MODEL = Family(
                 update_freq=16,
                 updates=50_000,
             ),
+            ("setup_task", "setup_dictionary", "load_dataset"),
             prompts=True,
             dictionaries={"source": "dict.txt"},
         ),
@@ -245,8 +248,8 @@ ROBERTA = Family(
             "masked_lm",
             "fairseq.tasks.masked_lm:MaskedLMTask",
             "text to mask",
-            ("setup_task", "load_dataset"),
             _PRETRAINING,
+            ("setup_task", "load_dataset"),
             criteria=("ls_masked_lm", "masked_lm"),
             unread=(
                 *("--dataset-impl", "--include-target-tokens"),
@@ -264,7 +267,7 @@ ROBERTA = Family(
             "multilingual_masked_lm",
             "fairseq.tasks.multilingual_masked_lm:MultiLingualMaskedLMTask",
             "text to mask",
-            recipe=_PRETRAINING,
+            _PRETRAINING,
             criteria=("ls_masked_lm", "masked_lm"),
             dictionaries={"source": "dict.txt"},
         ),
@@ -272,8 +275,8 @@ ROBERTA = Family(
             "sentence_prediction",
             "fairseq.tasks.sentence_prediction:SentencePredictionTask",
             "sentences with labels",
-            ("setup_task", "load_dataset"),
             _FINE_TUNING,
+            ("setup_task", "load_dataset"),
             criteria=("ls_sentence_prediction", "sentence_prediction"),
             unread=("--dataset-impl", "--add-prev-output-tokens"),
             read=("--criterion",),  # the task takes settings from it
@@ -283,7 +286,7 @@ ROBERTA = Family(
             "sentence_ranking",
             "fairseq.tasks.sentence_ranking:SentenceRankingTask",
             "sentences with labels",
-            recipe=_FINE_TUNING._replace(criterion="--criterion sentence_ranking"),
+            _FINE_TUNING._replace(criterion="--criterion sentence_ranking"),
             criteria=("sentence_ranking",),
             dictionaries={"source": "input0/dict.txt"},
         ),

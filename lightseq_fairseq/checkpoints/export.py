@@ -20,9 +20,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-
-from lightseq_fairseq.checkpoints import names  # isort: skip  (prepares fairseq for the imports below)
-
 from fairseq import models, utils
 from fairseq.data import Dictionary, data_utils
 from fairseq.models import ARCH_MODEL_REGISTRY, BaseFairseqModel, FairseqLanguageModel
@@ -30,7 +27,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY, BaseFairseqModel, FairseqLanguag
 from lightseq_fairseq.base import dictionaries, families, files
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import Family
-from lightseq_fairseq.checkpoints import saving
+from lightseq_fairseq.checkpoints import names, saving
 from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint
 
 

@@ -8,31 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from lightseq_fairseq.checkpoints.names import ls_arch, native_name  # isort: skip  (prepares fairseq)
-
 from omegaconf import DictConfig, open_dict
 
+from lightseq_fairseq.checkpoints.names import ls_arch, native_name
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.plugins.flat_model import with_dictionaries
 
 logger = logging.getLogger(__name__)
-
-
-def use_ls_models() -> None:
-    """Make fairseq build our model for checkpoints of its own Transformer.
-
-    If our model does not support an option, fairseq's own is built, and one log line says why. An
-    architecture that the caller overrides explicitly is kept. Calling it twice is safe.
-    """
-    patching.apply("our models")
-
-
-def use_native_models() -> None:
-    """Make fairseq build its own model for checkpoints that name our architectures.
-
-    fairseq-train with our plugins in --user-dir writes such checkpoints. Calling it twice is safe.
-    """
-    patching.apply("fairseq's models")
 
 
 @contextmanager
@@ -45,12 +27,19 @@ def building(native: bool) -> Iterator[None]:
 
 
 def load_for_ls_models(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """fairseq's ``load_checkpoint_to_cpu`` after `use_ls_models`."""
+    """fairseq's ``load_checkpoint_to_cpu``, so that our model is built for its own Transformer.
+
+    If our model does not support an option, fairseq's own is built, and one log line says why. An
+    architecture that the caller overrides explicitly is kept.
+    """
     return _load(_use_ls_model, original, *args, **options)
 
 
 def load_for_native_models(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """fairseq's ``load_checkpoint_to_cpu`` after `use_native_models`."""
+    """fairseq's ``load_checkpoint_to_cpu``, so that its own model is built for ours.
+
+    fairseq-train with our plugins in --user-dir writes checkpoints that name our architectures.
+    """
     return _load(_use_native_model, original, *args, **options)
 
 

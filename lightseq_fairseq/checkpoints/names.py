@@ -8,14 +8,11 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-# These two come before all imports of fairseq: they repair fairseq and register our plugins.
-from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
-from lightseq_fairseq import plugins  # noqa: F401  isort: skip
-
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.optim import OPTIMIZER_REGISTRY
 
+from lightseq_fairseq import plugins  # noqa: F401  (registers our names)
 from lightseq_fairseq.base import families
 from lightseq_fairseq.plugins.unsupported import unsupported_option
 
@@ -48,40 +45,33 @@ def native_name(kind: str, name: str) -> str:
     return ours.removeprefix(_PREFIX) if ours.removeprefix(_PREFIX) in MODEL_REGISTRY else name
 
 
-def native_cfg(cfg: Any) -> Any:
+def native_cfg(cfg: Any, kind: str = "") -> Any:
     """A copy of a configuration with native names for all ``ls_`` names, and without our settings.
 
     Args:
         cfg: fairseq's configuration, or a section of it, as nested dicts. A section may be a
             Namespace, as ``cfg["model"]`` of an architecture from the command line.
+        kind: of the component that a section configures, see `native_name`.
     """
-    return _renamed(cfg, "")
-
-
-def _renamed(node: Any, kind: str) -> Any:
-    if isinstance(node, Namespace):
-        return Namespace(**_renamed(vars(node), kind))
-    if not isinstance(node, dict):
-        return node
+    if isinstance(cfg, Namespace):
+        return Namespace(**native_cfg(vars(cfg), kind))
+    if not isinstance(cfg, dict):
+        return cfg
     renamed = {}
-    for key, value in node.items():
+    for key, value in cfg.items():
         if key in _OWN_SETTINGS:
             continue
         if isinstance(value, str):
             of_kind = kind if key == "_name" else key
             renamed[key] = native_name(of_kind, value) if of_kind in _REGISTRIES else value
         else:
-            renamed[key] = _renamed(value, "arch" if key == "model" else str(key))
+            renamed[key] = native_cfg(value, "arch" if key == "model" else str(key))
     return renamed
 
 
 def uses_ls(cfg: Any) -> bool:
     """Whether architecture, criterion or optimizer of a fairseq configuration is one of ours."""
-    for kind, section in (
-        ("arch", "model"),
-        ("criterion", "criterion"),
-        ("optimizer", "optimizer"),
-    ):
+    for kind, section in zip(_REGISTRIES, ("model", "criterion", "optimizer"), strict=True):
         node = getattr(cfg, section, None)
         name = getattr(node, "_name", None) or getattr(node, kind, None)
         if name and native_name(kind, name) != name:

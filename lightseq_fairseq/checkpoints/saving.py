@@ -6,12 +6,9 @@ import shutil
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
-
 from fairseq import utils
 from fairseq.file_io import PathManager
+from torch import Tensor
 
 from lightseq_fairseq.base import files
 

@@ -6,7 +6,6 @@ number. Some test for their symptom, and are skipped if it is absent. ``import_o
 fairseq without repairs.
 
     patching      the list of all names that this package replaces in fairseq, including repairs
-    prepared      importing it calls ``prepare()``
     importing     during fairseq's import: dataclasses, scikit-learn, logging; hydra's plugins
     command_line  --arch, --bf16 and --lr
     deprecations  calls that hydra and torch warn about

@@ -15,17 +15,11 @@ from fairseq.nan_detector import NanDetector
 logger = logging.getLogger(__name__)
 
 # Copies of parameters that 0.12.2 keeps for its fast path, in the order of registration.
-DEAD_PARAMETERS = (
-    "in_proj_weight",
-    "in_proj_bias",
-    "out_proj_weight",
-    "out_proj_bias",
-    "fc1_weight",
-    "fc1_bias",
-    "fc2_weight",
-    "fc2_bias",
+DEAD_PARAMETERS = tuple(
+    f"{layer}_{kind}"
+    for layer in ("in_proj", "out_proj", "fc1", "fc2")
+    for kind in ("weight", "bias")
 )
-
 
 # 0.12.2 gives each encoder layer a second, untrained copy of its parameters for a fused inference
 # path. The copies take memory and optimizer state (transformer_wmt_en_de_big_t2t: 285 instead of

@@ -86,6 +86,3 @@ def _end(threads: WeakSet[Thread]) -> None:
             thread._queue.not_full.notify_all()
     for thread in running:
         thread.join(_LAST_BATCH)
-
-
-__all__ = ["no_loading_left"]

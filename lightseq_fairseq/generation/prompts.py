@@ -24,6 +24,7 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
+from lightseq_fairseq.ops.beam_advance import normalised
 from lightseq_fairseq.ops.beam_search import Progress
 
 _LOGITS = 1 << 27  # logits that exist at a time
@@ -111,7 +112,7 @@ def _read(
     memory.hypothesis_scores[:longest, :rows] = scores[1:].repeat_interleave(beam, 1)
     lengths = memory.lengths[:rows]
     last = scores.repeat_interleave(beam, 1).gather(0, lengths[None].long())[0]
-    memory.totals[:rows] = last / lengths.double().pow(options.length_penalty).float()
+    memory.totals[:rows] = normalised(last, lengths, options.length_penalty)
 
 
 def _log_probabilities(

@@ -175,8 +175,6 @@ def _compact(memory: SearchBuffers, positions: int, slots: int, beam: int) -> No
     rows = (kept[:, None] * beam + torch.arange(beam, device=kept.device)).flatten()
     memory.sentences[:slots] = memory.sentences[kept]
     memory.sentences[slots:] = -1
-    memory.tokens[: len(rows)], memory.scores[: len(rows)] = (
-        memory.tokens[rows],
-        memory.scores[rows],
-    )
+    for of_rows in (memory.tokens, memory.scores):
+        of_rows[: len(rows)] = of_rows[rows]
     memory.ancestry[:positions, : len(rows)] = memory.ancestry[:positions, rows]

@@ -118,7 +118,7 @@ class BeamAdvance(NamedTuple):
         self.hypothesis_tokens[step, columns] = self.eos
         self.hypothesis_scores[step, columns] = best[kept]
         lengths[columns] = step + 1
-        self.totals[columns] = best[kept] / (step + 1) ** self.length_penalty
+        self.totals[columns] = normalised(best[kept], lengths[columns], self.length_penalty)
 
         # Continue with the best unfinished candidates. With sampling a finished row stays, with
         # score -inf.
@@ -139,6 +139,11 @@ class BeamAdvance(NamedTuple):
 
 
 beam_advance = define("beam_advance", BeamAdvance)
+
+
+def normalised(scores: Tensor, lengths: Tensor, length_penalty: float) -> Tensor:
+    """The totals by which results of these lengths are compared, float32."""
+    return scores / lengths.double().pow(length_penalty).float()
 
 
 def _merge(a: BeamAdvance) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,7 @@ from .numerics import work_dtype
 from .philox import dropout_factors
 from .registry import define
 
-_ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
+ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
 _STEPS, _ZERO, _NAN = 200, 28, 255
 
 
@@ -80,8 +80,8 @@ class LinearActivationFwd(NamedTuple):
     def check(self, op: str) -> None:
         x, weight, bias, activation, dropout, _, cast = self
         LinearFwd(x, weight, bias).check(op)
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"{op}: activation must be one of {_ACTIVATIONS}, got {activation!r}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
         check_dropout(op, dropout, bias)
         check_kind(op, x, cast)
         check_cast(op, cast, matrix(weight).t())

@@ -1,5 +1,9 @@
 """The ``ls_`` criteria: fairseq's criteria on one fused op, and their `step.objectives`.
 
+The classes have the names of fairseq's classes, because fairseq compares the names when it resumes
+a run. Flags, sample size and logged values are fairseq's, too. The criteria accept ls_ models and
+native models of fairseq.
+
 Shapes: B = sentences, L = longest sentence, T = rows (packed tokens), V = vocabulary.
 """
 
@@ -27,16 +31,10 @@ from lightseq_fairseq.step.objectives import (
 
 
 @register_criterion(
-    "ls_label_smoothed_cross_entropy",
-    dataclass=native.LabelSmoothedCrossEntropyCriterionConfig,
+    "ls_label_smoothed_cross_entropy", dataclass=native.LabelSmoothedCrossEntropyCriterionConfig
 )
 class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriterion):
-    """Label-smoothed cross entropy over packed logits, for ls_ models and native fairseq models.
-
-    The class has the name of fairseq's class, because fairseq compares the names when it resumes a
-    run. Flags, sample size and logged values are those of
-    ``fairseq.criterions.label_smoothed_cross_entropy``.
-    """
+    """Label-smoothed cross entropy over packed logits."""
 
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
@@ -59,13 +57,7 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
             loss, nll = (x[:, self.ignore_prefix_size :].reshape(-1, 1) for x in (loss, nll))
         sentences = sample["target"].size(0)
         sample_size = sentences if self.sentence_avg else sample["ntokens"]
-        logging_output = {
-            "loss": loss.data,
-            "nll_loss": nll.data,
-            "ntokens": sample["ntokens"],
-            "nsentences": sentences,
-            "sample_size": sample_size,
-        }
+        logging_output = _logged(sample, sentences, sample_size, loss=loss.data, nll_loss=nll.data)
         if self.report_accuracy:
             logging_output["n_correct"] = correct.sum()
             logging_output["total"] = target.ne(self.padding_idx).sum()
@@ -81,11 +73,7 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
 
 @register_criterion("ls_cross_entropy", dataclass=native_unsmoothed.CrossEntropyCriterionConfig)
 class CrossEntropyCriterion(native_unsmoothed.CrossEntropyCriterion):
-    """Cross entropy over packed logits, for ls_ models and native fairseq models.
-
-    The class has the name of fairseq's class, as above. Flags, sample size and logged values are
-    those of ``fairseq.criterions.cross_entropy``.
-    """
+    """Cross entropy over packed logits."""
 
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
@@ -99,13 +87,7 @@ class CrossEntropyCriterion(native_unsmoothed.CrossEntropyCriterion):
         loss = loss.sum() if reduce else _padded(loss, sample["target"], segments).flatten()
         sentences = sample["target"].size(0)
         sample_size = sentences if self.sentence_avg else sample["ntokens"]
-        logging_output = {
-            "loss": loss.data,
-            "ntokens": sample["ntokens"],
-            "nsentences": sentences,
-            "sample_size": sample_size,
-        }
-        return loss, sample_size, logging_output
+        return loss, sample_size, _logged(sample, sentences, sample_size, loss=loss.data)
 
     def objective(self) -> CrossEntropy:
         """This criterion in the form that the captured step uses."""
@@ -114,11 +96,7 @@ class CrossEntropyCriterion(native_unsmoothed.CrossEntropyCriterion):
 
 @register_criterion("ls_masked_lm", dataclass=native_masked.MaskedLmConfig)
 class MaskedLmLoss(native_masked.MaskedLmLoss):
-    """Cross entropy of the masked tokens alone, for ls_ models and native fairseq models.
-
-    The class has the name of fairseq's class, as above. Sample size and logged values are those of
-    ``fairseq.criterions.masked_lm``.
-    """
+    """Cross entropy of the masked tokens alone."""
 
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
@@ -130,13 +108,8 @@ class MaskedLmLoss(native_masked.MaskedLmLoss):
         logits = model(**sample["net_input"], masked_tokens=is_masked)[0]
         loss, _, _ = label_smoothed_cross_entropy(logits, target[is_masked], 0.0, self.padding_idx)
         loss, sample_size = loss.sum(), is_masked.int().sum()
-        logging_output = {
-            "loss": loss.data,
-            "ntokens": sample["ntokens"],
-            "nsentences": sample["nsentences"],
-            "sample_size": sample_size,
-        }
-        return loss, sample_size, logging_output
+        logged = _logged(sample, sample["nsentences"], sample_size, loss=loss.data)
+        return loss, sample_size, logged
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
@@ -155,14 +128,20 @@ class MaskedLmLoss(native_masked.MaskedLmLoss):
 class SentencePredictionCriterion(native_sentences.SentencePredictionCriterion):
     """fairseq's loss of a classification head, which the captured step can compute as well.
 
-    The class has the name of fairseq's class, as above. For a padded batch, fairseq's own
-    ``forward`` computes the loss: the head has only one row for each sentence.
+    For a padded batch, fairseq's own ``forward`` computes the loss: the head has only one row for
+    each sentence.
     """
 
     def objective(self) -> SentenceClasses | SentenceNumbers:
         """This criterion in the form that the captured step uses."""
         of = SentenceNumbers if self.regression_target else SentenceClasses
         return of(self.classification_head_name)
+
+
+def _logged(sample: Any, sentences: int, sample_size: Any, **losses: Tensor) -> dict[str, Any]:
+    """fairseq's logging output of a batch."""
+    counts = {"ntokens": sample["ntokens"], "nsentences": sentences, "sample_size": sample_size}
+    return {**losses, **counts}
 
 
 def _padded(rows: Tensor, target: Tensor, segments: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from fairseq.models import MODEL_REGISTRY
 from torch import Tensor
@@ -18,11 +18,7 @@ from lightseq_fairseq.layers.decoder import product_weights
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import PackedBatch
 from lightseq_fairseq.memory.parameters import flatten_parameters
-from lightseq_fairseq.plugins.unsupported import (
-    NotCompiled,
-    unsupported_option,
-    unsupported_width,
-)
+from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported_width
 
 
 def with_dictionaries(args: Any) -> Any:
@@ -35,12 +31,23 @@ def with_dictionaries(args: Any) -> Any:
     return args if isinstance(args, Namespace) else args._get_parent()
 
 
+class NotCompiled:
+    """Base of the ls_ models, encoders and decoders: TorchScript cannot compile them."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by ``torch.jit.script``, also for a module that contains this one."""
+        raise UserError(
+            f"TorchScript cannot compile {type(self).__name__}, because its layers call kernels of "
+            "this package: compile fairseq's own model, which "
+            "fairseq.checkpoint_utils.load_model_ensemble builds from the same checkpoint."
+        )
+
+
 class FlatModel(NotCompiled):
     """Mixin of the ls_ models; it comes before the fairseq model in the list of base classes.
 
     A model defines ``family``, ``sides`` and
 
-    * ``__init__``, which creates parameters in fairseq's order and calls ``lay_out`` at its end;
     * ``forward``, with fairseq's padded arguments and results, so that every criterion works. If
       the class sets ``packs_tokens = True``, our criteria call ``forward(..., packed=True)``, which
       returns (logits [T, V], segments). Otherwise ``--pack-tokens`` refuses the model;
@@ -55,6 +62,16 @@ class FlatModel(NotCompiled):
     """
 
     family: ClassVar[Family]
+
+    def __init__(self, *parts: Any) -> None:
+        """``parts``: the arguments of fairseq's model, which has all layers afterwards."""
+        super().__init__(*parts)
+        for stacks in self.sides():
+            # Sites 0 and 1 belong to the embeddings. Within a group, each layer gets its own sites
+            # after them.
+            for place, layer in enumerate(_layers(*stacks), 1):
+                layer.site = place * SITES_PER_LAYER
+        self._flatten()
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
@@ -105,15 +122,6 @@ class FlatModel(NotCompiled):
             for stream, longest in zip(batch.layout, batch.longest, strict=True)
             if {"tokens", "previous"} & {*stream.columns}
         )
-
-    def lay_out(self) -> None:
-        """Number the dropout sites and flatten the parameters; call it when all layers exist."""
-        for stacks in self.sides():
-            # Sites 0 and 1 belong to the embeddings. Within a group, each layer gets its own sites
-            # after them.
-            for place, layer in enumerate(_layers(*stacks), 1):
-                layer.site = place * SITES_PER_LAYER
-        self._flatten()
 
     def fused_groups(self) -> list[list[Tensor]]:
         """Groups of parameters that one GEMM reads; each group is contiguous in the flat buffer."""

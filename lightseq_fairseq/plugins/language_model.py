@@ -15,10 +15,7 @@ from fairseq.models import (
     register_model_architecture,
 )
 from fairseq.models.transformer import TransformerConfig
-from fairseq.models.transformer_lm import (
-    TransformerLanguageModel,
-    TransformerLanguageModelConfig,
-)
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from torch import Tensor
 
 from lightseq_fairseq.base import families
@@ -40,18 +37,9 @@ class LSTransformerLanguageModel(FlatModel, TransformerLanguageModel):
     packs_tokens = True
     family = families.LANGUAGE_MODEL
 
-    def __init__(self, decoder: LSTransformerDecoder) -> None:
-        super().__init__(decoder)
-        self.lay_out()
-
     @classmethod
     def build_model(cls, args: Any, task: Any) -> LSTransformerLanguageModel:
-        """Build from fairseq's configuration.
-
-        Raises:
-            UserError: as in ``FlatModel``; or if ``args`` are a checkpoint's options and the
-                dictionary differs from the checkpoint's.
-        """
+        """Build from fairseq's configuration; see ``FlatModel`` and ``check_dictionaries``."""
         cls.check_dictionaries(args, task)
         with patching.within("fairseq.models.transformer_lm:TransformerDecoder", _decoder):
             model: LSTransformerLanguageModel = super().build_model(args, task)

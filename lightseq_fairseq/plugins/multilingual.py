@@ -34,10 +34,6 @@ class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
 
     family = families.MULTILINGUAL
 
-    def __init__(self, encoders: Any, decoders: Any) -> None:
-        super().__init__(encoders, decoders)
-        self.lay_out()
-
     @classmethod
     def build_model(cls, args: Namespace, task: Any) -> LSMultilingualTransformerModel:
         """Build from fairseq's namespace; see ``FlatModel``."""

@@ -31,14 +31,7 @@ class FairseqAdam(native.FairseqAdam):
     """
 
     def __init__(self, cfg: Any, params: Iterable[Any]) -> None:
-        """
-        Args:
-            cfg: fairseq's ``FairseqAdamConfig``.
-            params: parameters to train.
-
-        Raises:
-            UserError: for a flag that selects another implementation of Adam.
-        """
+        """Raises UserError for a flag that selects another implementation of Adam."""
         # Skip the parent's __init__, which would also build fairseq's Adam.
         FairseqOptimizer.__init__(self, cfg)
         for flag, row in settings.rows(ADAM, REFUSED):
@@ -48,11 +41,6 @@ class FairseqAdam(native.FairseqAdam):
                     "use --optimizer adam."
                 )
         self._optimizer = FlatAdam(params, **self.optimizer_config)
-
-    @property
-    def optimizer(self) -> FlatAdam:
-        """The torch optimizer."""
-        return self._optimizer
 
     def zero_grad(self) -> None:
         """Set the gradients to None and reset the factor that ``multiply_grads`` has stored."""

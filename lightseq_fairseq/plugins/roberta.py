@@ -5,7 +5,6 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens, C = model width,
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -99,28 +98,15 @@ class LSRobertaModel(FlatModel, RobertaModel):
 
     family = families.ROBERTA
 
-    def __init__(self, args: Any, encoder: LSRobertaEncoder) -> None:
-        super().__init__(args, encoder)
-        self.lay_out()
-
     @classmethod
     def build_model(cls, args: Any, task: Any) -> LSRobertaModel:
-        """Build from fairseq's namespace.
-
-        Raises:
-            UserError: as in ``FlatModel``; or if ``args`` are a checkpoint's options and the
-                dictionary differs from the checkpoint's.
-        """
+        """Build from fairseq's namespace; see ``FlatModel`` and ``check_dictionaries``."""
         cls.check_dictionaries(args, task)
-        with ExitStack() as replaced:
-            for target, ours in (
-                ("fairseq.models.roberta.model:RobertaEncoder", LSRobertaEncoder),
-                (
-                    "fairseq.modules.transformer_sentence_encoder:MultiheadAttention",
-                    MultiheadAttention,
-                ),
-            ):
-                replaced.enter_context(patching.within(target, ours))
+        attention = "fairseq.modules.transformer_sentence_encoder:MultiheadAttention"
+        with (
+            patching.within("fairseq.models.roberta.model:RobertaEncoder", LSRobertaEncoder),
+            patching.within(attention, MultiheadAttention),
+        ):
             model: LSRobertaModel = super().build_model(args, task)
         return model
 

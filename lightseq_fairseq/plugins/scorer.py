@@ -80,6 +80,3 @@ def _hypothesis(scores: Tensor, target: Tensor, start: int, pad: int) -> dict[st
         "alignment": None,
         "positional_scores": scores,
     }
-
-
-__all__ = ["generate"]

@@ -62,9 +62,12 @@ def rows(command: str, answer: str) -> Iterator[tuple[str, Setting]]:
 
 
 def is_used(flag: str, row: Setting, options: Any) -> bool:
-    """Whether a run, with the options that ``row.used`` expects, uses a setting."""
-    found = getattr(options, option(flag), None) if row.used is None else row.used(options)
-    return bool(found)
+    """Whether a run uses a setting; ``options``: fairseq's namespace or its configuration."""
+    if row.used is not None:
+        return bool(row.used(options))
+    sections = (getattr(options, name, None) for name in ("common", "ema", "optimization", "model"))
+    owner = next((x for x in (options, *sections) if hasattr(x, option(flag))), None)
+    return bool(getattr(owner, option(flag), None))
 
 
 # The advice names both sides: if one side is not set, fairseq removes all layers of that side.
@@ -129,12 +132,12 @@ SETTINGS: tuple[Setting, ...] = (
             "the fused layers keep their activations on the GPU; use --checkpoint-activations to "
             "save memory"),
     Setting(REFUSED, MODEL, "--base-layers", "the fused layers have no mixture of experts"),
-    Setting(REFUSED, MODEL, "--character-embeddings", "the embedding must be one table of tokens"),
+    Setting(REFUSED, MODEL, "--character-embeddings --char-inputs",
+            "the embedding must be one table of tokens"),
     Setting(REFUSED, MODEL, "--scale-fc --scale-attn",
             "the fused layers have no LayerNorm within a sublayer"),
     Setting(REFUSED, MODEL, "--scale-heads", "the fused layers do not scale single heads"),
     Setting(REFUSED, MODEL, "--scale-resids", "the fused layers do not scale the residual"),
-    Setting(REFUSED, MODEL, "--char-inputs", "the embedding must be one table of tokens"),
     Setting(REFUSED, MODEL, "--spectral-norm-classification-head",
             "the captured step trains plain weights"),
     Setting(REFUSED, MODEL, "--mha-reg-scale-factor",
@@ -242,26 +245,16 @@ SETTINGS: tuple[Setting, ...] = (
             lambda args: args.optimizer == "composite"
             and conditions.family_of(args.arch) is not None, always=False),
     # --- Training falls back to fairseq's own step ------------------------------------------
-    Setting(FALLBACK, "train", "--memory-efficient-fp16",
-            used=lambda cfg: cfg.common.memory_efficient_fp16),
-    Setting(FALLBACK, "train", "--memory-efficient-bf16",
-            used=lambda cfg: cfg.common.memory_efficient_bf16),
-    Setting(FALLBACK, "train", "--store-ema", used=lambda cfg: cfg.ema.store_ema),
-    Setting(FALLBACK, "train", "--use-bmuf", used=lambda cfg: cfg.optimization.use_bmuf),
+    Setting(FALLBACK, "train",
+            "--memory-efficient-fp16 --memory-efficient-bf16 --store-ema --use-bmuf"),
     # Emptying the cache does not free the memory of captured graphs.
     Setting(FALLBACK, "train", "--empty-cache-freq",
             used=lambda cfg: cfg.common.empty_cache_freq > 0),
     # In the replay of a graph the profiler sees no named operations.
-    Setting(FALLBACK, "train", "--profile", used=lambda cfg: cfg.common.profile),
-    Setting(FALLBACK, "train", "--encoder-layerdrop",
-            used=lambda cfg: getattr(cfg.model, "encoder_layerdrop", 0) > 0),
-    Setting(FALLBACK, "train", "--decoder-layerdrop",
-            used=lambda cfg: getattr(cfg.model, "decoder_layerdrop", 0) > 0),
+    Setting(FALLBACK, "train", "--profile"),
+    Setting(FALLBACK, "train", "--encoder-layerdrop --decoder-layerdrop"),
     # Shapes depend on how many tokens of the batch are in each band of the vocabulary.
-    Setting(FALLBACK, "train", "--adaptive-input",
-            used=lambda cfg: getattr(cfg.model, "adaptive_input", False)),
-    Setting(FALLBACK, "train", _BANDS,
-            used=lambda cfg: getattr(cfg.model, "adaptive_softmax_cutoff", None)),
+    Setting(FALLBACK, "train", f"--adaptive-input {_BANDS}"),
     # It ties adaptive softmax to adaptive inputs, so both are set.
     Setting(FALLBACK, "train", "--tie-adaptive-weights", used=conditions.of_data),
     # With several ranks: these change the exchange of gradients or parameters.

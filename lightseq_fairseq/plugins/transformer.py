@@ -37,8 +37,7 @@ from lightseq_fairseq.memory.packing import Packed, Segments
 from lightseq_fairseq.ops import Cast
 from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
-from lightseq_fairseq.plugins.flat_model import FlatModel
-from lightseq_fairseq.plugins.unsupported import NotCompiled
+from lightseq_fairseq.plugins.flat_model import FlatModel, NotCompiled
 
 
 class _Side(NotCompiled):
@@ -367,17 +366,12 @@ class LSTransformerModel(FlatModel, TransformerModel):
     packs_tokens = True  # the ls_ criteria call forward with packed=True
     family = families.TRANSLATION
 
-    def __init__(self, args: Namespace, encoder: Any, decoder: Any) -> None:
-        super().__init__(args, encoder, decoder)
-        self.lay_out()
-
     @classmethod
     def build_model(cls, args: Namespace, task: Any) -> LSTransformerModel:
-        """Build from fairseq's namespace.
+        """Build from fairseq's namespace; see ``FlatModel`` and ``check_dictionaries``.
 
         Raises:
-            UserError: as in ``FlatModel``; for --task multilingual_translation; or if ``args`` are
-                a checkpoint's options and a dictionary differs from the checkpoint's.
+            UserError: also for --task multilingual_translation.
         """
         if isinstance(task, MultilingualTranslationTask):
             raise UserError(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer import TransformerConfig
 
-from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.ops.linear_activation import ACTIVATIONS
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import MODEL, REFUSED, option
-
-ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
 
 
 class Unsupported(NamedTuple):
@@ -91,15 +89,3 @@ def unsupported_width(cfg: TransformerConfig) -> Unsupported | None:
                 reason = f"on a GPU {what} must be a multiple of 8{limit}, but is {width}"
                 return Unsupported(flag, reason)
     return None
-
-
-class NotCompiled:
-    """Base of the ls_ models, encoders and decoders: TorchScript cannot compile them."""
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Called by ``torch.jit.script``, also for a module that contains this one."""
-        raise UserError(
-            f"TorchScript cannot compile {type(self).__name__}, because its layers call kernels of "
-            "this package: compile fairseq's own model, which "
-            "fairseq.checkpoint_utils.load_model_ensemble builds from the same checkpoint."
-        )

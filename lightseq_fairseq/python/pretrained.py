@@ -106,10 +106,8 @@ class Pretrained:
             UserError: the checkpoint, the data or an option cannot be used. The message is one
                 sentence: what is wrong, and what to do. UserError is a ValueError.
         """
-        from lightseq_fairseq import fairseq_compat
-
-        fairseq_compat.prepare()
-        from lightseq_fairseq import plugins  # noqa: F401  (its import registers our models)
+        # Its import prepares fairseq, and registers our models.
+        from lightseq_fairseq.checkpoints import names  # noqa: F401
         from lightseq_fairseq.fairseq_compat import patching
 
         patching.apply("model")

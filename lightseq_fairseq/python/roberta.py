@@ -40,10 +40,7 @@ class RobertaModel:
             UserError: the folder does not exist, or the checkpoint contains another model or does
                 not fit the dictionary.
         """
-        from lightseq_fairseq import fairseq_compat
-
-        fairseq_compat.prepare()
-        from lightseq_fairseq.checkpoints import models
+        from lightseq_fairseq.checkpoints import models  # prepares fairseq
 
         # isort: split
         from fairseq.models.roberta import RobertaModel as Native

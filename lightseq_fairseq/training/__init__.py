@@ -12,4 +12,10 @@ process       wraps fairseq's training in each process
 progress      writes the line of a log interval when its results have arrived
 report        log lines about a run: model, data, step; speed, memory and checkpoints
 ranks         reports ranks that no longer respond
+
+Importing this package prepares fairseq, which all of its modules import.
 """
+
+from lightseq_fairseq import fairseq_compat
+
+fairseq_compat.prepare()

@@ -19,12 +19,10 @@ from functools import partial
 from typing import Any
 
 import torch
-
-from lightseq_fairseq.checkpoints import saving  # isort: skip  (prepares fairseq for the imports below)
-
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
+from lightseq_fairseq.checkpoints import saving
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 from lightseq_fairseq.training.host_copies import HostCopies
@@ -187,6 +185,3 @@ def _say_later(record: logging.LogRecord) -> bool:
     before, after = found.groups()
     WRITER.say(checkpoint_utils.logger, lambda seconds: f"{before}{seconds:.1f}{after}")
     return False
-
-
-__all__ = ["OS", "WRITER", "Folder", "Writer", "take_over"]

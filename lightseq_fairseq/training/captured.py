@@ -16,7 +16,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -183,11 +183,6 @@ def granularity(trainer: Any) -> Granularity:
     return Granularity(fine, most * 3 // 4 if most >= _BUCKETS * LEAST_GRANULARITY else 0)
 
 
-def _batches(sample: Any) -> list[PackedBatch]:
-    """The batches of a sample; with several ranks, a rank may have none."""
-    return [x for x in (sample if isinstance(sample, list) else [sample]) if len(x) > 0]
-
-
 def _reseed(trainer: Any) -> None:
     """Seed torch's generators as fairseq does before each update, but not for 0.4 ms.
 
@@ -255,9 +250,10 @@ class CapturedTraining:
         options = UpdateOptions(seed_of_masks(trainer), cfg.optimization.clip_norm, 1e-6)
         scaler = self._scaler
         if scaler is not None:
-            options = UpdateOptions(
-                options.seed, options.max_norm, 0.0, scaler.scale_window, scaler.tolerance,
-                scaler.threshold or 0.0, scaler.min_loss_scale,
+            options = replace(
+                options, clip_eps=0.0, scale_window=scaler.scale_window,
+                tolerance=scaler.tolerance, threshold=scaler.threshold or 0.0,
+                min_loss_scale=scaler.min_loss_scale,
             )  # fmt: skip
         (low,) = flat_buffers(trainer.get_model().parameters())
         model = trainer.get_model()
@@ -274,6 +270,7 @@ class CapturedTraining:
         self._rates: dict[int, float] = {}
         self._started: deque[_Started] = deque()
 
+    @_as_in_a_step()
     def train_step(self, samples: Sequence[Any], ends_epoch: bool) -> None:
         """Launch the update by ``samples``, which ``training.batch`` has made.
 
@@ -281,10 +278,6 @@ class CapturedTraining:
             FloatingPointError: as in fairseq's trainer, for this step or an earlier one.
             GPUHangs: this step or an earlier one does not finish.
         """
-        with _as_in_a_step():
-            self._train_step(samples, ends_epoch)
-
-    def _train_step(self, samples: Sequence[Any], ends_epoch: bool) -> None:
         trainer = self.trainer
         _reseed(trainer)
         if not trainer.model.training:
@@ -293,7 +286,8 @@ class CapturedTraining:
             if trainer.cuda:  # steps cannot use the memory that validation left in the cache
                 torch.cuda.empty_cache()
         count = trainer.get_num_updates()
-        batches = [batch for sample in samples for batch in _batches(sample)]
+        lists = (sample if isinstance(sample, list) else [sample] for sample in samples)
+        batches = [x for parts in lists for x in parts if len(x) > 0]  # a rank may have none
         try:
             started = self._start(batches, count)
         except RuntimeError as error:

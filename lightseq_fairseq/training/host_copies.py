@@ -125,6 +125,3 @@ def _place(memory: mmap.mmap, start: int, x: Tensor) -> Tensor:
 def _unlock(place: int) -> None:
     with contextlib.suppress(RuntimeError):
         torch.cuda.cudart().cudaHostUnregister(place)
-
-
-__all__ = ["HostCopies"]

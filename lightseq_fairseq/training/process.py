@@ -12,16 +12,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-
-from lightseq_fairseq.training import stopping  # isort: skip  (prepares fairseq)
-
 from fairseq.file_io import PathManager
 
 from lightseq_fairseq.base import files
 from lightseq_fairseq.base.errors import GPUHangs
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
-from lightseq_fairseq.training import ranks
+from lightseq_fairseq.training import ranks, stopping
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.report import Report
 from lightseq_fairseq.training.stopping import STOPPING
@@ -104,6 +101,3 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
         report.end(cfg)
         if STOPPING.reason is not None and torch.distributed.is_initialized():
             torch.distributed.barrier()  # the launcher may end all ranks when the first one ends
-
-
-__all__ = ["distributed_init", "main"]

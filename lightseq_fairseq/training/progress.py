@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
-
 from fairseq.logging import metrics
-from fairseq.logging.progress_bar import BaseProgressBar
 from fairseq_cli import train
 
 
-class EpochProgress(BaseProgressBar):
-    """Wraps the bar of an epoch, as fairseq's own wrappers do.
+class EpochProgress:
+    """Wraps the bar of an epoch, as fairseq's own wrappers do, and forwards what it lacks.
 
     Args:
         bar: fairseq's, which may be wrapped by its other wrappers.
@@ -29,6 +26,9 @@ class EpochProgress(BaseProgressBar):
         while hasattr(bar, "wrapped_bar"):
             bar = bar.wrapped_bar
         self._innermost = bar
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped_bar, name)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.wrapped_bar)
@@ -49,17 +49,6 @@ class EpochProgress(BaseProgressBar):
         metrics.reset_meters("train_inner")
         self._innermost.i = now
 
-    def log(self, stats: Any, tag: str | None = None, step: int | None = None) -> None:
-        """Write a line within the epoch."""
-        self.wrapped_bar.log(stats, tag=tag, step=step)
-
     def print(self, stats: Any, tag: str | None = None, step: int | None = None) -> None:
         """Write the line of an epoch; ``step`` lacks updates that fairseq has not logged."""
         self.wrapped_bar.print(stats, tag=tag, step=self._trainer.get_num_updates())
-
-    def update_config(self, config: Any) -> None:
-        """Pass the configuration on."""
-        self.wrapped_bar.update_config(config)
-
-
-__all__ = ["EpochProgress"]

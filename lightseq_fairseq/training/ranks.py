@@ -31,12 +31,9 @@ _HAS_LEFT = 1 << 40  # a rank adds this to its counter at its end; heartbeats ne
 
 @contextmanager
 def reported(
-    what: str,
-    look: Callable[[], None],
-    every: float = _BEAT,
-    last: Callable[[], None] | None = None,
+    what: str, look: Callable[[], None], last: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Call ``look`` in a thread every ``every`` seconds until the context exits; then ``last``.
+    """Call ``look`` in a thread every `_BEAT` seconds until the context exits; then ``last``.
 
     The exit waits for the thread, because Python aborts if it ends while a thread runs torch code.
     The wait is limited to `_LAST_WORDS`, since the store may never answer.
@@ -44,10 +41,9 @@ def reported(
     ended = threading.Event()
 
     def run() -> None:
-        while not ended.wait(every):
+        while not ended.wait(_BEAT):
             look()
-        if last is not None:
-            last()
+        last()
 
     thread = threading.Thread(target=run, name=what, daemon=True)
     thread.start()
@@ -173,11 +169,8 @@ class Watch:
         self._tell(None, 0.0)
 
     def _tell(self, other: int | None, seconds: float) -> None:
-        name = (
-            f"rank {other}"
-            if other is not None
-            else "rank 0, or the process that started the ranks,"
-        )
+        store = "rank 0, or the process that started the ranks,"
+        name = store if other is None else f"rank {other}"
         if seconds > SILENCE and other not in self._silent and not self._is_over:
             self._silent.add(other)
             logger.warning(
@@ -187,6 +180,3 @@ class Watch:
         elif seconds <= SILENCE and other in self._silent:
             self._silent.remove(other)
             logger.warning("%s responds again", name)
-
-
-__all__ = ["Watch", "waiting_for_all", "watched"]

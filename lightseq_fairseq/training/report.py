@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-
-from lightseq_fairseq.training import stopping  # noqa: F401  isort: skip  (prepares fairseq)
-
 from fairseq import checkpoint_utils
 from fairseq.data import LanguagePairDataset, MonolingualDataset, RoundRobinZipDatasets
 from fairseq.file_io import PathManager
@@ -207,6 +204,3 @@ def _checkpoints(settings: Any, suffix: str) -> str:
         if note is not None and PathManager.exists(os.path.join(folder, name))
     ]
     return f"{folder}{': ' * bool(found)}{', '.join(found)}"
-
-
-__all__ = ["Report"]

@@ -9,22 +9,40 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightseq_fairseq.training import stopping  # isort: skip  (prepares fairseq)
-
+from fairseq import trainer as native
 from fairseq.logging import metrics
 from fairseq.optim.lr_scheduler import polynomial_decay_schedule, reduce_lr_on_plateau
 from fairseq_cli import train
+
+from lightseq_fairseq.training.stopping import STOPPING
 
 _KEPT = "lightseq_stopping"  # the key in extra_state
 _PATIENCE = ("best", "num_runs")  # attributes of fairseq's function `should_stop_early`
 
 
-class ResumableTrainer(stopping.StoppableTrainer):
-    """``fairseq.trainer.Trainer`` whose checkpoints have the state of all schedules and of
-    ``--patience``."""
+class ResumableTrainer(native.Trainer):
+    """``fairseq.trainer.Trainer`` whose ranks agree on signals, and whose checkpoints have the
+    state of all schedules and of ``--patience``."""
 
     # The epoch within which the run resumes, and the state of its schedule; None once it begins.
     _within: tuple[int, dict[str, Any]] | None = None
+
+    def begin_epoch(self, epoch: int) -> None:
+        super().begin_epoch(epoch)
+        STOPPING.begin(self.cfg.checkpoint)
+
+    def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
+        output = super().train_step(samples, raise_oom)
+        if self.data_parallel_world_size == 1:
+            STOPPING.agree(STOPPING.signal_code())
+        return output
+
+    def _aggregate_logging_outputs(self, outputs: Any, *sums: Any, ignore: bool = False) -> Any:
+        outputs, sums = super()._aggregate_logging_outputs(
+            outputs, *sums, STOPPING.signal_code(), ignore=ignore
+        )
+        STOPPING.agree(float(sums[-1]))
+        return outputs, sums[:-1]
 
     def state_dict(self) -> dict[str, Any]:
         """fairseq's training state, with what it lacks of schedule and ``--patience``."""
@@ -128,6 +146,3 @@ def _write(owner: Any, names: tuple[str, ...], values: dict[str, Any]) -> None:
     for name in names:
         if name in values:
             setattr(owner, name, values[name])
-
-
-__all__ = ["ResumableTrainer", "ended"]

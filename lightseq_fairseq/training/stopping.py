@@ -20,9 +20,6 @@ from functools import partial
 from typing import Any
 from weakref import proxy
 
-from lightseq_fairseq.fairseq_compat import prepared  # noqa: F401  isort: skip
-
-from fairseq import trainer as native
 from torch.utils.data._utils import worker as _worker
 
 from lightseq_fairseq.base.errors import StoppedBySignal
@@ -158,29 +155,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(0)
-
-
-class StoppableTrainer(native.Trainer):
-    """``fairseq.trainer.Trainer`` whose ranks agree on signals."""
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Called before the first update of an epoch."""
-        super().begin_epoch(epoch)
-        STOPPING.begin(self.cfg.checkpoint)
-
-    def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
-        """One update; see ``fairseq.trainer.Trainer.train_step``."""
-        output = super().train_step(samples, raise_oom)
-        if self.data_parallel_world_size == 1:
-            STOPPING.agree(STOPPING.signal_code())
-        return output
-
-    def _aggregate_logging_outputs(self, outputs: Any, *sums: Any, ignore: bool = False) -> Any:
-        outputs, sums = super()._aggregate_logging_outputs(
-            outputs, *sums, STOPPING.signal_code(), ignore=ignore
-        )
-        STOPPING.agree(float(sums[-1]))
-        return outputs, sums[:-1]
-
-
-__all__ = ["STOPPING", "StoppableTrainer", "Stopping", "launch", "load_batches"]

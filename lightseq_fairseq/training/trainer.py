@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from lightseq_fairseq.checkpoints import names  # isort: skip  (prepares fairseq for the imports below)
-
 from fairseq import optim
 from fairseq.file_io import PathManager
 from fairseq.logging.progress_bar import NoopProgressBar
+from torch import Tensor, nn
 
 from lightseq_fairseq.base import dictionaries, library, optimizer_order
 from lightseq_fairseq.base.errors import UserError, is_out_of_memory
+from lightseq_fairseq.checkpoints import names
 from lightseq_fairseq.fairseq_compat import batches, patching
 from lightseq_fairseq.memory import graphs
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer
@@ -261,12 +260,7 @@ class Trainer(ResumableTrainer):
             WRITER.reserve(_FLOATS * 4 * (sum(sizes) + 16 * len(sizes)) + (1 << 16), self.device)
 
     def load_checkpoint(
-        self,
-        filename: str,
-        reset_optimizer: bool = False,
-        reset_lr_scheduler: bool = False,
-        optimizer_overrides: Any = None,
-        reset_meters: bool = False,
+        self, filename: str, reset_optimizer: bool = False, *resets: Any, **options: Any
     ) -> Any:
         """Load all training state; see ``fairseq.trainer.Trainer.load_checkpoint``.
 
@@ -275,13 +269,13 @@ class Trainer(ResumableTrainer):
         """
         self._captured, self._scales = None, {}
         self._make_room()
-        arguments = (
-            filename, reset_optimizer, reset_lr_scheduler, optimizer_overrides, reset_meters
-        )  # fmt: skip
+        load = functools.partial(
+            super().load_checkpoint, filename, reset_optimizer, *resets, **options
+        )
         if not self._has_ls:
-            return super().load_checkpoint(*arguments)
+            return load()
         with self._on_loading(reset_optimizer), captured.unsharded(self.cfg):
-            extra_state = super().load_checkpoint(*arguments)
+            extra_state = load()
         if extra_state is not None:
             self._restore_masters(extra_state.pop(_MASTERS, {}))
             counters = extra_state.pop(_LOSS_SCALER, {})

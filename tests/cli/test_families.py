@@ -77,11 +77,12 @@ from lightseq_fairseq.base import families
 families.FAMILIES += (families.Family(
     "poets", "poet:Poet", "poet:LSPoet", "verses", "--task verses",
     (families.Task(
-        "verses", "poet:VersesTask", "verses", ("setup_task", "load_dataset"),
+        "verses", "poet:VersesTask", "verses",
         families.Recipe(
             "--optimizer ls_adam", "--criterion ls_cross_entropy", "--lr 0.01",
             max_tokens=96, update_freq=1, updates=3,
         ),
+        ("setup_task", "load_dataset"),
         criteria=("ls_cross_entropy", "cross_entropy"), unread=("--shorten-method",),
         adds_losses=True, prompts=True, dictionaries={"source": "dict.txt"},
     ),),

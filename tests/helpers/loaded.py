@@ -10,10 +10,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.checkpoints import models  # isort: skip  (prepares fairseq)
+from lightseq_fairseq import checkpoints  # noqa: F401  isort: skip  (prepares fairseq)
 
 from fairseq import checkpoint_utils
 
+from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
 
 
@@ -24,7 +25,7 @@ def logits(path: Path, ls: bool, change: Callable[[Any], None] = lambda model: N
     load = checkpoint_utils.load_checkpoint_to_cpu
     with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", load), torch.no_grad():
         if ls:
-            models.use_ls_models()
+            patching.apply("our models")
         (model,), _ = checkpoint_utils.load_model_ensemble([str(path)])
         assert isinstance(model, LSTransformerModel) == ls
         change(model)

@@ -35,7 +35,7 @@ from lightseq_fairseq.cli.checks import own_flags
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.step.training_step import TrainingStep
 from lightseq_fairseq.training import process
-from lightseq_fairseq.training.stopping import StoppableTrainer
+from lightseq_fairseq.training.resuming import ResumableTrainer
 from lightseq_fairseq.training.trainer import Trainer
 
 LS = {
@@ -258,15 +258,15 @@ def assert_stops_and_goes_on(data: Path, folder: Path, **flags: Any) -> None:
 
 def signalled(number: int, update: int, rank: int = 0) -> Any:
     """Sends a signal to a rank during an update, counted from 1."""
-    begin = StoppableTrainer._local_cumulative_training_time
+    begin = ResumableTrainer._local_cumulative_training_time
 
-    def clock(self: StoppableTrainer) -> float:
+    def clock(self: ResumableTrainer) -> float:
         is_it = not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
         if is_it and self.get_num_updates() == update - 1 and self.model.training:
             os.kill(os.getpid(), number)
         return begin(self)
 
-    return mock.patch.object(StoppableTrainer, "_local_cumulative_training_time", clock)
+    return mock.patch.object(ResumableTrainer, "_local_cumulative_training_time", clock)
 
 
 def run_ranks(

@@ -18,6 +18,7 @@ from torch import nn
 from lightseq_fairseq.base import files
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.checkpoints import models, names, saving
+from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
@@ -224,8 +225,8 @@ class TestUseLsModels:
     def installed(self) -> Any:
         load = checkpoint_utils.load_checkpoint_to_cpu
         with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", load):
-            models.use_ls_models()
-            models.use_ls_models()
+            patching.apply("our models")
+            patching.apply("our models")
             yield load
 
     def load(self, path: Path, **options: Any) -> nn.Module:
@@ -254,7 +255,7 @@ class TestUseLsModels:
         assert type(self.load(tmp_path / "ls.pt")) is LSTransformerModel
         with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", installed):
             assert type(self.load(tmp_path / "ls.pt")) is LSTransformerModel
-            models.use_native_models()
+            patching.apply("fairseq's models")
             assert type(self.load(tmp_path / "ls.pt")) is TransformerModel
 
     @pytest.mark.parametrize("arch", ["transformer_lm", "transformer_lm_gpt2_tiny"])
@@ -273,7 +274,7 @@ class TestUseLsModels:
         assert type(self.load(path, arg_overrides={"arch": arch})) is TransformerLanguageModel
         state = torch.load(path, weights_only=False)
         with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", installed):
-            models.use_native_models()
+            patching.apply("fairseq's models")
             assert type(self.load(path)) is TransformerLanguageModel
             state["cfg"]["model"]["_name"] = f"ls_{arch}"
             torch.save(state, tmp_path / "ls.pt")

@@ -13,7 +13,7 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.models.roberta import RobertaModel
 
-from lightseq_fairseq.checkpoints import models
+from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.plugins.roberta import LSRobertaModel
 
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
@@ -92,10 +92,9 @@ def test_commands_build_our_model(data: Path, tmp_path: Path, ours: bool) -> Non
     tokens = torch.tensor([[0, 9, 17, 2], [0, 4, 2, 1]])
     head = {"classification_head_name": "sentence_classification_head"}
     outputs = []
-    for use, kind in ((models.use_ls_models, LSRobertaModel),
-                      (models.use_native_models, RobertaModel)):  # fmt: skip
+    for phase, kind in (("our models", LSRobertaModel), ("fairseq's models", RobertaModel)):
         with mock.patch.object(checkpoint_utils, "load_checkpoint_to_cpu", load):
-            use()
+            patching.apply(phase)
             (model,), _ = checkpoint_utils.load_model_ensemble([path])
         assert type(model) is kind
         with torch.no_grad():

@@ -44,7 +44,8 @@ from lightseq_fairseq.memory.packing import (  # noqa: E402
     block_size,
     open_block,
 )
-from lightseq_fairseq.training.batch import PackingPairs, covers, packing  # noqa: E402
+from lightseq_fairseq.training.batch import covers, packing  # noqa: E402
+from lightseq_fairseq.training.batch.pairs import PackingPairs  # noqa: E402
 
 VOCABULARY = 50
 PAD, EOS = 1, 2

@@ -7,12 +7,8 @@ from typing import Any
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.families import named
 from lightseq_fairseq.memory.packing import Granularity
-from lightseq_fairseq.training.batch.classes import PackingClasses
 from lightseq_fairseq.training.batch.dataset import PackingDataset
-from lightseq_fairseq.training.batch.masked import PackingMasked
 from lightseq_fairseq.training.batch.nested import unsorted
-from lightseq_fairseq.training.batch.pairs import PackingPairs, PackingParts
-from lightseq_fairseq.training.batch.text import PackingText
 
 
 def packing(dataset: Any, granularity: Granularity | None = None) -> PackingDataset:
@@ -38,15 +34,3 @@ def _kind(dataset: Any) -> type[PackingDataset] | None:
     """The class that packs the batches of fairseq's ``dataset``; None if there is none."""
     places = (place for family in families.FAMILIES for place in family.batches)
     return next((kind for kind in map(named, places) if kind.packs(dataset)), None)
-
-
-__all__ = [
-    "PackingClasses",
-    "PackingDataset",
-    "PackingMasked",
-    "PackingPairs",
-    "PackingParts",
-    "PackingText",
-    "covers",
-    "packing",
-]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fairseq.data import OffsetTokensDataset, RawLabelDataset, RightPadDataset, StripTokenDataset
 
 from lightseq_fairseq.memory.filling import Column, Filled, Sentences, packed
 from lightseq_fairseq.memory.packing import CLASSES, Granularity, PackedBatch
@@ -30,10 +31,6 @@ class PackingClasses(PackingDataset):
     A batch has the sentences and labels of fairseq's task ``sentence_prediction``, in the order of
     the given indices; for their form see ``packing.CLASSES``. A row that is the pad token is
     dropped, as ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
-
-    Args:
-        dataset: fairseq's dataset of the task; ``covers(dataset)`` must be None.
-        granularity: see ``PackingDataset``.
     """
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
@@ -51,9 +48,6 @@ class PackingClasses(PackingDataset):
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """See ``PackingDataset``."""
-        from fairseq.data import RightPadDataset
-
         columns = nested.columns(dataset) or {}
         extra = sorted(set(columns) - _ENTRIES)
         target = columns.get("target")
@@ -67,9 +61,7 @@ class PackingClasses(PackingDataset):
             and _words(target) is None,
         }
 
-    def __getitems__(self, indices: Any) -> PackedBatch:
-        """The batch of these sentences."""
-        indices = np.asarray(indices, dtype=np.int64)
+    def _at(self, indices: np.ndarray) -> PackedBatch:
         if self._labels is None:
             numbers = torch.tensor([self._target[index] for index in indices.tolist()])
             return self._pack(self._read(indices), _of_numbers(numbers))
@@ -78,10 +70,7 @@ class PackingClasses(PackingDataset):
         classes = words.tokens.astype(np.int64) + self._target.offset
         return self._pack(self._read(indices), Sentences(classes, words.lengths))
 
-    def collater(self, samples: Any) -> PackedBatch:
-        """See ``PackingDataset``."""
-        if isinstance(samples, PackedBatch):
-            return samples
+    def _of(self, samples: Any) -> PackedBatch:
         targets = [s["target"] for s in samples]
         source = joined([s[_SOURCE] for s in samples])
         is_regression = self._labels is None
@@ -104,15 +93,11 @@ class PackingClasses(PackingDataset):
 
 def _is_regression(target: Any) -> bool:
     """Whether the labels are numbers, a list for each sentence."""
-    from fairseq.data import RawLabelDataset
-
     return type(target) is RawLabelDataset and all(isinstance(x, list) for x in target.labels[:1])
 
 
 def _words(target: Any) -> Any:
     """The labels before fairseq strips eos and adds an offset; None for other wrappers."""
-    from fairseq.data import OffsetTokensDataset, StripTokenDataset
-
     return nested.inside(target, OffsetTokensDataset, StripTokenDataset)
 
 

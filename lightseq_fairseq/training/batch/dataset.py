@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
+
 from lightseq_fairseq.fairseq_compat.wrapped_dataset import WrappedDataset
-from lightseq_fairseq.memory.packing import Granularity
+from lightseq_fairseq.memory.packing import Granularity, PackedBatch
 
 
 class PackingDataset(WrappedDataset, ABC):
@@ -41,10 +43,18 @@ class PackingDataset(WrappedDataset, ABC):
     def lacks(dataset: Any) -> dict[str, bool]:
         """Unsupported features, in a few words -> whether ``dataset`` uses them."""
 
-    @abstractmethod
     def __getitems__(self, indices: Any) -> Any:
         """The batch of these items; torch's fetcher calls this method if it exists."""
+        return self._at(np.asarray(indices, dtype=np.int64))
 
-    @abstractmethod
     def collater(self, samples: Any) -> Any:
         """Pack a list of items; return the result of ``__getitems__`` unchanged."""
+        return samples if isinstance(samples, PackedBatch) else self._of(samples)
+
+    @abstractmethod
+    def _at(self, indices: np.ndarray) -> Any:
+        """The batch of the items at ``indices``, int64 [items]."""
+
+    @abstractmethod
+    def _of(self, samples: Any) -> Any:
+        """The batch of these items of ``dataset``."""

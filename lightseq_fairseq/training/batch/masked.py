@@ -5,6 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from fairseq.data import (
+    LRUCacheDataset,
+    MaskTokensDataset,
+    PadDataset,
+    PrependTokenDataset,
+    RightPadDataset,
+)
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.memory.filling import Column, Filled, Sentences, packed, positions, reordered
@@ -35,10 +42,6 @@ class PackingMasked(PackingDataset):
 
     A row that is the pad token after masking is dropped, as ``Segments.from_mask`` does. It still
     counts in ``ntokens``, as in fairseq. A masked pad token has no label, as in fairseq.
-
-    Args:
-        dataset: fairseq's dataset of the task; ``covers(dataset)`` must be None.
-        granularity: see ``PackingDataset``.
     """
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
@@ -56,16 +59,14 @@ class PackingMasked(PackingDataset):
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """See ``PackingDataset``."""
         found: dict[str, bool] = {}
         for part in nested.corpora(dataset) or []:
             for reason, applies in _lacks(nested.columns(part) or {}).items():
                 found[reason] = found.get(reason, False) or applies
         return found
 
-    def __getitems__(self, indices: Any) -> PackedBatch:
-        """The batch of these blocks."""
-        which, places = nested.places(self.dataset, np.asarray(indices, dtype=np.int64))
+    def _at(self, indices: np.ndarray) -> PackedBatch:
+        which, places = nested.places(self.dataset, indices)
         used = np.unique(which)
         if len(used) <= 1:
             return self._pack(*self._corpora[which.max(initial=0)].read(places))
@@ -76,10 +77,7 @@ class PackingMasked(PackingDataset):
         source, rows = reordered(whole, order)
         return self._pack(source, np.concatenate(before)[rows], np.concatenate(chosen)[rows])
 
-    def collater(self, samples: Any) -> PackedBatch:
-        """See ``PackingDataset``."""
-        if isinstance(samples, PackedBatch):
-            return samples
+    def _of(self, samples: Any) -> PackedBatch:
         source, labels = (
             joined([s[entry] for s in samples]) for entry in ("net_input.src_tokens", "target")
         )
@@ -212,8 +210,6 @@ class _Corpus:
 
 def _lacks(columns: dict[str, Any]) -> dict[str, bool]:
     """``PackingDataset.lacks`` for datasets by entry of a batch, see ``nested.columns``."""
-    from fairseq.data import PrependTokenDataset
-
     source, target = _source_and_target(columns)
     extra = sorted(set(columns) - _ENTRIES)
     is_one_draw = (
@@ -227,19 +223,12 @@ def _lacks(columns: dict[str, Any]) -> dict[str, bool]:
         # With whole-word masking, a token set before each block begins its first word. fairseq
         # fails without this token.
         "no token is set before the blocks": source.mask_whole_words is not None
-        and nested.inside(source.dataset, *_cached(PrependTokenDataset)) is None,
+        and nested.inside(source.dataset, LRUCacheDataset, PrependTokenDataset) is None,
     }
-
-
-def _cached(kind: type) -> tuple[type, type]:
-    from fairseq.data import LRUCacheDataset
-
-    return LRUCacheDataset, kind
 
 
 def _source_and_target(columns: dict[str, Any]) -> tuple[Any, Any]:
     """The MaskTokensDatasets of input and labels; None for an entry with another dataset."""
-    from fairseq.data import LRUCacheDataset, MaskTokensDataset, PadDataset, RightPadDataset
 
     def found(entry: str) -> Any:
         padded: Any = columns.get(entry)

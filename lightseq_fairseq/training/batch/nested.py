@@ -5,28 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from fairseq.data import ConcatDataset, NestedDictionaryDataset, ResamplingDataset, SortDataset
 
 
 def columns(dataset: Any) -> dict[str, Any] | None:
     """Entry of a batch -> its dataset; None if ``dataset`` is not nested."""
-    from fairseq.data import NestedDictionaryDataset
-
     inner = unsorted(dataset)
     return dict(inner.defn) if type(inner) is NestedDictionaryDataset else None
 
 
 def unsorted(dataset: Any) -> Any:
     """The dataset within a SortDataset, which changes only the order; else ``dataset`` itself."""
-    from fairseq.data import SortDataset
-
     return dataset.dataset if type(dataset) is SortDataset else dataset
 
 
 def corpora(dataset: Any) -> list[Any] | None:
     """The nested datasets that ``dataset`` consists of, such as one per language; None if a part
     is not nested. fairseq may resample the parts in each epoch."""
-    from fairseq.data import ConcatDataset, ResamplingDataset
-
     whole = unsorted(dataset)
     parts = [whole]
     if type(whole) is ConcatDataset and all(ratio == 1 for ratio in whole.sample_ratios):
@@ -39,8 +34,6 @@ def corpora(dataset: Any) -> list[Any] | None:
 def places(dataset: Any, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For items of ``dataset``: the index of each item's corpus in ``corpora(dataset)``, and the
     item's index in this corpus; int64 [items] each."""
-    from fairseq.data import ConcatDataset, ResamplingDataset
-
     whole = unsorted(dataset)
     if type(whole) is not ConcatDataset:
         return np.zeros_like(indices), indices

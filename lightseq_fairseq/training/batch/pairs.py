@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from fairseq.data import LanguagePairDataset, RoundRobinZipDatasets
 
 from lightseq_fairseq.memory.filling import Column, Filled, Sentences, packed
 from lightseq_fairseq.memory.packing import SENTENCE_PAIRS, Granularity, PackedBatch
+from lightseq_fairseq.training.batch import covers
 from lightseq_fairseq.training.batch.dataset import PackingDataset
 from lightseq_fairseq.training.batch.reading import joined, reader
 
@@ -23,8 +25,7 @@ class PackingPairs(PackingDataset):
     ``Segments.from_mask`` does the same.
 
     Args:
-        dataset: fairseq's LanguagePairDataset; ``covers(dataset)`` must be None.
-        granularity: rounding of the numbers of rows and sentences, see ``packed``.
+        dataset, granularity: see ``PackingDataset``.
         part: the part of the model that the batches train, see ``PackedBatch``.
     """
 
@@ -41,14 +42,10 @@ class PackingPairs(PackingDataset):
 
     @staticmethod
     def packs(dataset: Any) -> bool:
-        """See ``PackingDataset``."""
-        from fairseq.data import LanguagePairDataset
-
         return type(dataset) is LanguagePairDataset
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """See ``PackingDataset``."""
         return {
             "the data have no target sentences": dataset.tgt is None,
             "the data have alignments": dataset.align_dataset is not None,
@@ -60,17 +57,12 @@ class PackingPairs(PackingDataset):
             "sentences are padded to length buckets": dataset.buckets is not None,
         }
 
-    def __getitems__(self, indices: Any) -> PackedBatch:
-        """The batch of these sentence pairs."""
+    def _at(self, indices: np.ndarray) -> PackedBatch:
         if self._sides is None:
-            return self.collater([self.dataset[index] for index in indices])
-        indices = np.asarray(indices, dtype=np.int64)
+            return self._of([self.dataset[index] for index in indices])
         return self._pack(*(read(indices) for read in self._sides))
 
-    def collater(self, samples: Any) -> PackedBatch:
-        """See ``PackingDataset``."""
-        if isinstance(samples, PackedBatch):
-            return samples
+    def _of(self, samples: Any) -> PackedBatch:
         return self._pack(*(joined([s[side] for s in samples]) for side in ("source", "target")))
 
     def _pack(self, source: Sentences, target: Sentences) -> PackedBatch:
@@ -98,10 +90,7 @@ class PackingPairs(PackingDataset):
 class PackingParts(PackingDataset):
     """Batches for several parts of a model: each batch is a list of one ``PackedBatch`` per part.
 
-    Args:
-        dataset: fairseq's RoundRobinZipDatasets of datasets that ``PackingPairs`` accepts; each
-            language pair is a part.
-        granularity: see ``PackingPairs``.
+    Each language pair of fairseq's RoundRobinZipDatasets is a part.
     """
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
@@ -112,32 +101,24 @@ class PackingParts(PackingDataset):
 
     @staticmethod
     def packs(dataset: Any) -> bool:
-        """See ``PackingDataset``."""
-        from fairseq.data import RoundRobinZipDatasets
-
         return type(dataset) is RoundRobinZipDatasets
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """See ``PackingDataset``."""
-        from lightseq_fairseq.training.batch import covers  # here, since it imports this module
-
         reasons = {f"the dataset is of type {type(dataset).__name__}": dataset.eval_key is not None}
         found = map(covers, dataset.datasets.values())
         return reasons | {reason: True for reason in found if reason is not None}
 
-    def __getitems__(self, indices: Any) -> list[PackedBatch]:
-        """One batch per part, of the items that fairseq's dataset returns for ``indices``."""
+    def _at(self, indices: np.ndarray) -> list[PackedBatch]:
         place = self.dataset._map_index  # after its last item, a shorter part begins again
         return [
             pairs.__getitems__([place(part, index) for index in indices])
             for part, pairs in self.parts.items()
         ]
 
-    def collater(self, samples: Sequence[Any]) -> list[PackedBatch]:
-        """See ``PackingDataset``."""
+    def _of(self, samples: Sequence[Any]) -> list[PackedBatch]:
         if all(isinstance(sample, PackedBatch) for sample in samples):
-            return list(samples)
+            return list(samples)  # `_at` has made them
         return [
             pairs.collater([sample[part] for sample in samples])
             for part, pairs in self.parts.items()

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from fairseq import data
+from fairseq.data.indexed_dataset import MMapIndexedDataset
+from fairseq.data.shorten_dataset import TruncateDataset
 from torch import Tensor
 
 from lightseq_fairseq.memory.filling import Sentences, positions
@@ -27,10 +30,6 @@ def reader(dataset: Any) -> Reader:
     It can be pickled. Other classes than those below, such as their subclasses, are read item by
     item.
     """
-    from fairseq import data
-    from fairseq.data.indexed_dataset import MMapIndexedDataset
-    from fairseq.data.shorten_dataset import TruncateDataset
-
     kind = type(dataset)
     if kind is MMapIndexedDataset:
         return partial(_mapped, dataset)
@@ -57,24 +56,20 @@ def joined(sentences: Sequence[Tensor]) -> Sentences:
 
 def files(dataset: Any) -> list[Any] | None:
     """The memory-mapped files that ``dataset`` consists of, in order; None for other datasets."""
-    from fairseq.data import ConcatDataset
-    from fairseq.data.indexed_dataset import MMapIndexedDataset
-
     parts = [dataset]
-    if type(dataset) is ConcatDataset and all(ratio == 1 for ratio in dataset.sample_ratios):
+    if type(dataset) is data.ConcatDataset and all(ratio == 1 for ratio in dataset.sample_ratios):
         parts = dataset.datasets
     return parts if all(type(part) is MMapIndexedDataset for part in parts) else None
 
 
 def stored(blocks: Any) -> bool:
     """Whether all blocks of a TokenBlockDataset are contiguous in memory-mapped files."""
-    return all(_is_contiguous(part) for part in files(blocks.dataset) or [None])
+    parts = files(blocks.dataset)
+    return parts is not None and all(map(_is_contiguous, parts))
 
 
 def _is_contiguous(file: Any) -> bool:
     """Whether a memory-mapped file has its sentences one after the other, as fairseq writes it."""
-    if file is None:
-        return False
     index = file._index
     ends = index.sizes.cumsum(dtype=np.int64) * np.dtype(index.dtype).itemsize
     return bool(np.array_equal(index._pointers[1:], ends[:-1]) and not index._pointers[:1].any())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from fairseq.data import MonolingualDataset, TokenBlockDataset
 
 from lightseq_fairseq.memory.filling import Column, Filled, Sentences, packed
 from lightseq_fairseq.memory.packing import TEXT, Granularity, PackedBatch
@@ -24,29 +25,19 @@ class PackingText(PackingDataset):
     A batch has the blocks, decoder input and labels of fairseq's ``collate`` in
     ``monolingual_dataset.py``. A row whose decoder input is the pad token is dropped, as
     ``Segments.from_mask`` does. It still counts in ``ntokens``, as in fairseq.
-
-    Args:
-        dataset: fairseq's MonolingualDataset; ``covers(dataset)`` must be None.
-        granularity: rounding of the numbers of rows and sentences, see ``packed``.
     """
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
         super().__init__(dataset, granularity)
-        from fairseq.data import TokenBlockDataset
-
         blocks = dataset.dataset
         self._is_stored = type(blocks) is TokenBlockDataset and stored(blocks)
 
     @staticmethod
     def packs(dataset: Any) -> bool:
-        """See ``PackingDataset``."""
-        from fairseq.data import MonolingualDataset
-
         return type(dataset) is MonolingualDataset
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
-        """See ``PackingDataset``."""
         return {
             "the targets are not the next tokens": dataset.targets != ["future"],
             # fairseq also counts the blocks that it adds to fill a batch.
@@ -55,16 +46,12 @@ class PackingText(PackingDataset):
             "the text has empty sentences": bool((dataset.sizes == 0).any()),
         }
 
-    def __getitems__(self, indices: Any) -> PackedBatch:
-        """The batch of these blocks."""
+    def _at(self, indices: np.ndarray) -> PackedBatch:
         if not self._is_stored:
-            return self.collater([self.dataset[index] for index in indices])
-        return self._pack(*self._read(np.asarray(indices, dtype=np.int64)))
+            return self._of([self.dataset[index] for index in indices])
+        return self._pack(*self._read(indices))
 
-    def collater(self, samples: Any) -> PackedBatch:
-        """See ``PackingDataset``."""
-        if isinstance(samples, PackedBatch):
-            return samples
+    def _of(self, samples: Any) -> PackedBatch:
         previous, labels = (joined([s[side] for s in samples]) for side in ("source", "target"))
         return self._pack(previous.tokens, labels)
 
