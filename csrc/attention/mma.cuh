@@ -17,6 +17,9 @@
 namespace lightseq::attention {
 
 constexpr int kMmaThreads = 128, kMmaWarps = kMmaThreads / kWarp;
+constexpr int kRowTiles = 2;  // of a warp in 16 bits, of 16 rows
+
+using Fragments = uint32_t (&)[4];  // a left operand, or two right operands of 8 columns each
 
 // Columns of a tile's rows. Heads of up to 96 columns have tiles of 128, of which products read 96.
 template <int kWidth>
@@ -88,6 +91,38 @@ __device__ __forceinline__ int claim(const ItemList& list) { return atomicAdd(li
 template <int kCount>
 __device__ __forceinline__ float (&four(float (&sums)[kCount], int n))[4] {
   return reinterpret_cast<float (&)[4]>(sums[4 * n]);
+}
+
+template <int kRows, int kCount, typename Number>
+__device__ __forceinline__ void clear(Number (&numbers)[kRows][kCount]) {
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) numbers[m][e] = 0;
+  }
+}
+
+// sums += left right. left(a, m, k) loads 16 rows of the left operand, right(b, n, k) two operands
+// of 8 columns each; k: number of a step of 16 along the depth.
+template <typename T, int kSteps, int kCount, typename Left, typename Right>
+__device__ __forceinline__ void multiply_add(float (&sums)[kRowTiles][kCount], const Left& left,
+                                             const Right& right) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    uint32_t a[kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) left(a[m], m, k);
+#pragma unroll
+    for (int n = 0; n < kCount / 4; n += 2) {
+      uint32_t b[4];
+      right(b, n, k);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        mma<T>(four(sums[m], n), a[m], b[0], b[1]);
+        mma<T>(four(sums[m], n + 1), a[m], b[2], b[3]);
+      }
+    }
+  }
 }
 
 }  // namespace lightseq::attention

@@ -62,14 +62,6 @@ struct FloatTiles {
   int number;                          // of an item
 };
 
-__device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-  for (int n = 0; n < kAcross; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
-  }
-}
-
 __device__ __forceinline__ void add(Sums& sums, const Sums& more) {
 #pragma unroll
   for (int n = 0; n < kAcross; ++n) {

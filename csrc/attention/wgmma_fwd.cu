@@ -20,17 +20,7 @@
 namespace lightseq::attention {
 namespace {
 
-struct FwdParams {
-  CUtensorMap q, k, v;  // boxes of kTile rows
-  ItemList list;
-  void* out;   // [Tq, H, D]
-  float* lse;  // [Tq, H]
-  int heads, width;
-  bool causal;
-  float scale, keep_scale;  // keep_scale: 1 / (1 - p)
-  Dropout dropout;
-  Cast cast;  // of out
-};
+using Params = FwdParams<CUtensorMap>;  // boxes of kTile rows
 
 template <int kWidth>
 struct FwdTiles {
@@ -44,12 +34,12 @@ struct FwdTiles {
 #ifdef LIGHTSEQ_HAS_WGMMA
 
 // Tiles of keys to which a tile of queries attends.
-__device__ __forceinline__ int key_tiles(const FwdParams& p, const Item& item) {
+__device__ __forceinline__ int key_tiles(const Params& p, const Item& item) {
   return tiles_of(p.causal ? min(item.length_k, item.start + kTile) : item.length_k);
 }
 
 template <int kWidth>
-__device__ __forceinline__ void load(const FwdParams& p, FwdTiles<kWidth>& tiles) {
+__device__ __forceinline__ void load(const Params& p, FwdTiles<kWidth>& tiles) {
   const auto load_tile = [&](auto& to, const CUtensorMap& from, int head, int row, Mbarrier& full) {
     full.arrive_expect_tx(kBoxes<kWidth> * kBoxBytes);
 #pragma unroll
@@ -78,7 +68,7 @@ __device__ __forceinline__ void load(const FwdParams& p, FwdTiles<kWidth>& tiles
 
 // Passes tiles of V from the TMA to the consumers; zeroes the rows after the end of the sentence.
 template <int kWidth>
-__device__ __forceinline__ void zero_values(const FwdParams& p, FwdTiles<kWidth>& tiles) {
+__device__ __forceinline__ void zero_values(const Params& p, FwdTiles<kWidth>& tiles) {
   Stage<2> claim, kv;
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
@@ -99,7 +89,7 @@ __device__ __forceinline__ void zero_values(const FwdParams& p, FwdTiles<kWidth>
 }
 
 template <typename T, int kWidth, bool kDrops, bool kCasts>
-__device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& tiles) {
+__device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tiles) {
   const int group = of_warp(threadIdx.x / kWarpgroup) - 1, lane = threadIdx.x % kWarp;
   const int c = lane % 4;
   const int row = group * kWgmmaM + threadIdx.x % kWarpgroup / kWarp * 16 + lane / 4;  // and + 8
@@ -340,19 +330,8 @@ void wgmma_fwd(const Call& a, const Forward& f) {
   dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(width)::value;
-    const FwdParams params{.q = tensor_map_of_heads(a.q, kTile),
-                           .k = tensor_map_of_heads(a.k, kTile),
-                           .v = tensor_map_of_heads(a.v, kTile),
-                           .list = list,
-                           .out = f.out.data_ptr(),
-                           .lse = f.lse.mutable_data_ptr<float>(),
-                           .heads = static_cast<int>(a.q.size(1)),
-                           .width = static_cast<int>(a.q.size(2)),
-                           .causal = a.causal,
-                           .scale = static_cast<float>(a.scale),
-                           .keep_scale = a.keep_scale(),
-                           .dropout = dropout_of(a),
-                           .cast = f.cast};
+    const auto map = [](const Tensor& x) { return tensor_map_of_heads(x, kTile); };
+    const Params params = fwd_params(a, f, list, map(a.q), map(a.k), map(a.v));
     dispatch_cast<T>(f.cast, [&](auto casts) {
       launch({.op = a.op,
               .grid = static_cast<unsigned>(resident_blocks(device, 1)),

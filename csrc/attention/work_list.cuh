@@ -13,6 +13,7 @@
 
 #include "attention/method.h"
 #include "attention/tiles.cuh"
+#include "common/fp8_cast.cuh"
 #include "common/occupancy.h"
 
 namespace lightseq::attention {
@@ -120,6 +121,38 @@ __device__ __forceinline__ void store_sums(T* to, int64_t row_stride, int rows, 
       *reinterpret_cast<uint2*>(to + 8 * row_stride + first + 8 * i) = below;
     }
   }
+}
+
+// Forward's parameters. Input: what a kernel loads from.
+template <typename Input>
+struct FwdParams {
+  Input q, k, v;
+  ItemList list;
+  void* out;   // [Tq, H, D]
+  float* lse;  // [Tq, H]
+  int heads, width;
+  bool causal;
+  float scale, keep_scale;  // keep_scale: 1 / (1 - p)
+  Dropout dropout;
+  Cast cast;  // of out
+};
+
+template <typename Input>
+FwdParams<Input> fwd_params(const Call& a, const Forward& f, const ItemList& list, const Input& q,
+                            const Input& k, const Input& v) {
+  return {.q = q,
+          .k = k,
+          .v = v,
+          .list = list,
+          .out = f.out.data_ptr(),
+          .lse = f.lse.mutable_data_ptr<float>(),
+          .heads = static_cast<int>(a.q.size(1)),
+          .width = static_cast<int>(a.q.size(2)),
+          .causal = a.causal,
+          .scale = static_cast<float>(a.scale),
+          .keep_scale = a.keep_scale(),
+          .dropout = dropout_of(a),
+          .cast = f.cast};
 }
 
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
