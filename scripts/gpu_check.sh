@@ -85,14 +85,19 @@ export -f run
 export root log python
 
 # Files without a GPU test are not imported: they may need packages that this machine lacks.
+# All tests of files named *_cuda.py are GPU tests; so are tests marked gpu in other files.
 # Those of tests/training take longest and come first; files with tests that must run alone, last.
-mapfile -t all < <(find "$root/tests" -name 'test_*.py' | sort --reverse)
+mapfile -t all < <({
+    find "$root/tests" -name 'test_*_cuda.py'
+    grep -rl --include 'test_*.py' 'mark\.gpu' "$root/tests"
+} | sort --reverse --unique)
 mapfile -t files < <({
-    grep -l 'mark\.gpu' "${all[@]}" | xargs -d '\n' grep -L 'mark\.alone'
+    grep -L 'mark\.alone' "${all[@]}"
     grep -l 'mark\.alone' "${all[@]}"
 } | xargs -d '\n' basename -s .py)
-# memcheck leaves out files whose tests run out of memory on purpose, measure time or train.
-unchecked="allocate|background|generation|model|parity|races|ranks|step|step_faults|step_memory"
+# memcheck leaves out files whose tests run out of memory on purpose, measure time, train or are
+# all marked large.
+unchecked="algorithm_table|allocate|background|generation|model|parity|races|ranks|step|step_faults|step_memory"
 # racecheck runs only test_races_cuda: most cuBLAS kernels, which other tests call, hang under it.
 sanitizer=$(command -v compute-sanitizer || true)
 checks=" ${CHECKS:-tests memcheck racecheck} "

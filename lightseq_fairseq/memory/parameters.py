@@ -31,12 +31,12 @@ _spared_at: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 _ROWS = 8
 
 
-def as_one(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate tensors along ``dim``: a view if they are neighbours in memory, else a copy.
+def as_one(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors along their first dimension: a view if they are neighbours in memory,
+    else a copy.
 
     Args:
-        tensors: at least one; same dtype and same shape apart from ``dim``.
-        dim: the dimension along which they are joined.
+        tensors: at least one; same dtype and same shape apart from the first dimension.
 
     Returns:
         A detached tensor. It shares memory with ``tensors`` if all have the same strides and each
@@ -45,25 +45,22 @@ def as_one(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     first = tensors[0]
     if len(tensors) == 1:
         return first.detach()
-    dim %= first.dim()
-    shape, strides, dtype = first.shape, first.stride(), first.dtype
+    row = first.stride(0)
     storage = first.untyped_storage()._cdata
-    end = first.storage_offset() + shape[dim] * strides[dim]
-    length = shape[dim]
-    for tensor in tensors[1:]:
+    end = first.storage_offset()
+    for tensor in tensors:
         if (
             tensor.storage_offset() != end
-            or tensor.stride() != strides
-            or tensor.dtype != dtype
+            or tensor.stride() != first.stride()
+            or tensor.dtype != first.dtype
             # Two allocations may be adjacent by chance, but a view needs a single storage.
             or tensor.untyped_storage()._cdata != storage
-            or tensor.shape[:dim] != shape[:dim]
-            or tensor.shape[dim + 1 :] != shape[dim + 1 :]
+            or tensor.shape[1:] != first.shape[1:]
         ):
-            return torch.cat([t.detach() for t in tensors], dim)
-        end += tensor.shape[dim] * strides[dim]
-        length += tensor.shape[dim]
-    return first.detach().as_strided((*shape[:dim], length, *shape[dim + 1 :]), strides)
+            return torch.cat([t.detach() for t in tensors])
+        end += len(tensor) * row
+    rows = sum(len(tensor) for tensor in tensors)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 class FlatBuffer:

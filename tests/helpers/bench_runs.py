@@ -12,13 +12,14 @@ from unittest import mock
 
 import torch
 from click.testing import CliRunner, Result
-from fairseq import tasks
-from helpers import forked_commands, parity
+from helpers import forked_commands, parity  # prepares fairseq
 from torch import Tensor
 
 from lightseq_fairseq.cli import bench
 from lightseq_fairseq.cli.benchmark.train.cases import Case, command
 from lightseq_fairseq.cli.words import defaults
+
+from fairseq import tasks  # isort: skip
 
 
 def bench_train(*words: object) -> Result:

@@ -42,13 +42,6 @@ class TestAsOne:
         assert one.data_ptr() == whole.data_ptr()
         assert torch.equal(one, whole[:5])
 
-    def test_neighbours_along_another_dimension(self) -> None:
-        whole = torch.arange(24.0).view(6, 4)
-        for dim in (1, -1):
-            one = as_one([whole[:, 1:3], whole[:, 3:4]], dim=dim)
-            assert one.data_ptr() == whole[:, 1:].data_ptr()
-            assert torch.equal(one, whole[:, 1:])
-
     @pytest.mark.parametrize(
         "pieces",
         [
