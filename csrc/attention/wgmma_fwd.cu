@@ -286,7 +286,7 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
 
 template <typename T, int kWidth, bool kDrops, bool kCasts>
 __global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_fwd_kernel(
-    const __grid_constant__ FwdParams p) {
+    const __grid_constant__ Params p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
   extern __shared__ __align__(1024) unsigned char shared[];
   FwdTiles<kWidth>& tiles = *reinterpret_cast<FwdTiles<kWidth>*>(shared);
