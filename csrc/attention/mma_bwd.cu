@@ -154,7 +154,8 @@ struct Warp : WarpPart<kWidth, kWarps> {
   static constexpr int kColumns = kTileColumns<kWidth>, kRowBytes = 2 * kColumns;
   uint32_t own_keys, by_rows, by_columns, own_scores, scores_by_keys, scores_by_queries;
 
-  __device__ __forceinline__ Warp(const WarpPart<kWidth, kWarps>& part, const Lane& at, uint32_t ds_tile)
+  __device__ __forceinline__ Warp(const WarpPart<kWidth, kWarps>& part, const Lane& at,
+                                  uint32_t ds_tile)
       : WarpPart<kWidth, kWarps>(part),
         own_keys(key * kRowBytes + at.template left<kColumns>()),
         by_rows(at.template right<kColumns>()),

@@ -97,68 +97,35 @@ __device__ __forceinline__ void draw(uint32_t (&keep)[kDraws], const AttentionDr
   }
 }
 
-// Hides keys from queries, whose scores become -inf. query, key: first of the scores.
-template <int kCount>
-__device__ __forceinline__ void hide(float (&s)[kRowTiles][kCount], int query, int key,
-                                     int length_k, bool causal, int lane) {
-  const int c = lane % 4;
-  const int clear_end = min(length_k, causal ? query + 1 : length_k);
-  if (key + kCount * 2 <= clear_end) return;
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      const int at = key + e / 4 * 8 + c * 2 + e % 2;
-      const int by = query + m * 16 + e / 2 % 2 * 8 + lane / 4;
-      if (at >= length_k || (causal && at > by)) s[m][e] = -INFINITY;
-    }
-  }
-}
-
 // The softmax of a lane's rows, over the keys so far.
+template <typename T>
 struct Softmax {
-  float shift[kHalves], sum[kHalves];  // sum: of the lane's keys
+  float shift[kRowTiles][2], sum[kRowTiles][2] = {};  // sum: of the lane's keys
   bool is_empty = true;
 
   // Sets the shift, or raises it if scores exceed it by too much. Then sums and results shrink.
   template <int kScores, int kResults>
   __device__ __forceinline__ void set_shift(const float (&s)[kRowTiles][kScores],
                                             float (&o)[kRowTiles][kResults], float scale) {
-    float largest[kHalves];
+    float largest[kRowTiles][2];
     bool outgrown = false;
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      float x = -INFINITY;
+    for (int m = 0; m < kRowTiles; ++m) find_largest(largest[m], by_group(s[m]));
 #pragma unroll
-      for (int e = half % 2 * 2; e < kScores; e += 4) {
-        x = fmaxf(x, fmaxf(s[half / 2][e], s[half / 2][e + 1]));
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const float most = largest[i / 2][i % 2];
+      float& at = shift[i / 2][i % 2];
+      if (is_empty) {
+        at = fmaxf(most, -FLT_MAX);  // finite: without keys all exponentials are zero
+      } else {
+        outgrown |= (most - at) * scale > kTolerance;
       }
-      x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
-      largest[half] = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
     }
-    if (is_empty) {
-      // Finite even if the sentence has no keys: then all exponentials are zero.
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) shift[half] = fmaxf(largest[half], -FLT_MAX);
-      is_empty = false;
-      return;
-    }
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      outgrown |= (largest[half] - shift[half]) * scale > kTolerance;
-    }
+    is_empty = false;
     if (!__any_sync(kAllLanes, outgrown)) return;
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const float grown = fmaxf(shift[half], largest[half]);
-      const float shrink = exp2_approximate((shift[half] - grown) * scale);
-      shift[half] = grown;
-      sum[half] *= shrink;
-#pragma unroll
-      for (int e = half % 2 * 2; e < kResults; e += 4) {
-        o[half / 2][e] *= shrink;
-        o[half / 2][e + 1] *= shrink;
-      }
+    for (int m = 0; m < kRowTiles; ++m) {
+      raise_shift<T>(shift[m], sum[m], by_group(o[m]), largest[m], scale);
     }
   }
 };
@@ -166,13 +133,15 @@ struct Softmax {
 // o += P V. P: exponentials of the scores, dropped where bits of `keep` are zero. They are computed
 // for 16 keys at a time, and added to the softmax's sum. values: address of the lane.
 template <typename T, int kWidth, bool kDrops, int kDraws>
-__device__ __forceinline__ void add_values(float (&o)[kRowTiles][kWidth / 2], Softmax& softmax,
+__device__ __forceinline__ void add_values(float (&o)[kRowTiles][kWidth / 2], Softmax<T>& softmax,
                                            const float (&s)[kRowTiles][kKeys<kWidth> / 2],
                                            const uint32_t (&keep)[kDraws], float scale,
                                            uint32_t values) {
   float offset[kHalves];
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) offset[half] = -softmax.shift[half] * scale;
+  for (int half = 0; half < kHalves; ++half) {
+    offset[half] = -softmax.shift[half / 2][half % 2] * scale;
+  }
   const auto probabilities = [&](Fragments a, int m, int k) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -181,7 +150,7 @@ __device__ __forceinline__ void add_values(float (&o)[kRowTiles][kWidth / 2], So
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         x[j] = exp2_approximate(fmaf(s[m][e + j], scale, offset[half]));
-        softmax.sum[half] += x[j];
+        softmax.sum[m][i % 2] += x[j];
       }
       a[i] = pack<T>(x[0], x[1]);
       if constexpr (kDrops) {
@@ -194,38 +163,6 @@ __device__ __forceinline__ void add_values(float (&o)[kRowTiles][kWidth / 2], So
   multiply_add<T, kKeys<kWidth> / 16>(o, probabilities, [&](Fragments b, int n, int k) {
     ldmatrix_x4_trans(b, beside(values, n) + k * 16 * kRowBytes<kWidth>);
   });
-}
-
-// Writes the warp's results. token: of the lane's first row; rows: how many exist from there on.
-template <bool kCasts, typename T, int kWidth>
-__device__ __forceinline__ void store(const Params<T>& p, FwdTiles<kWidth>& tiles,
-                                      const Job<T, kWidth>& job, int64_t token, int rows_left,
-                                      const Softmax& softmax,
-                                      const float (&o)[kRowTiles][kWidth / 2], float scale, int lane) {
-  const int64_t token_stride = static_cast<int64_t>(p.heads) * p.width;
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    const int rows = job.item.length_q - rows_left - m * 16 - lane / 4;
-    float* const lse = p.lse + (token + m * 16) * p.heads + job.head;
-    float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float total = softmax.sum[2 * m + half] + __shfl_xor_sync(kAllLanes, softmax.sum[2 * m + half], 1);
-      total += __shfl_xor_sync(kAllLanes, total, 2);
-      const bool sees = job.item.length_k > 0;
-      factor[half] = sees ? __fdividef(p.keep_scale, total) : 0.0f;
-      if (lane % 4 == 0 && rows > half * 8) {
-        lse[half * 8 * p.heads] =
-            sees ? lse_of<T>(softmax.shift[2 * m + half] * scale, total) : 0.0f;
-      }
-    }
-    store_sums<T>(static_cast<T*>(p.out) + (token + m * 16) * token_stride + job.head * p.width,
-                  token_stride, rows, p.width, o[m], factor[0], factor[1]);
-    if constexpr (kCasts) {
-      cast_sums(p.cast, tiles.statistics, token + m * 16, job.head * p.width, rows, p.width,
-                by_group(o[m]), factor[0], factor[1]);
-    }
-  }
 }
 
 template <typename T, int kWidth, bool kDrops, bool kCasts>
@@ -271,10 +208,8 @@ __global__ __launch_bounds__(kMmaThreads,
 
     float o[kRowTiles][kWidth / 2];
     uint32_t q[kRowTiles][kWidth / 16][4];
-    Softmax softmax;
+    Softmax<T> softmax;
     clear(o);
-#pragma unroll
-    for (float& sum : softmax.sum) sum = 0.0f;
     Job<T, kWidth> next = job;
 
 #pragma unroll 1
@@ -331,7 +266,13 @@ __global__ __launch_bounds__(kMmaThreads,
       }
       cp_async_commit();
       if (!attends) continue;
-      hide(s, position, first_key, item.length_k, p.causal, lane);
+      const int clear_end = min(item.length_k, p.causal ? position + 1 : item.length_k);
+      if (first_key + kKeys<kWidth> > clear_end) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          hide(by_group(s[m]), position + m * 16, first_key, item.length_k, p.causal, INT_MIN);
+        }
+      }
       softmax.set_shift(s, o, scale);
       add_values<T, kWidth, kDrops>(o, softmax, s, keep, scale,
                                     v_lane + stage * sizeof(tiles.v[0]));
@@ -342,7 +283,12 @@ __global__ __launch_bounds__(kMmaThreads,
     if (threadIdx.x == 0) tiles.next.numbers[place ^ 1] = claimed;
     place ^= 1;
     if (works) {
-      store<kCasts>(p, tiles, job, token, position, softmax, o, scale, lane);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        store_results<T, kCasts>(p, tiles.statistics, token + m * 16, job.head,
+                                 item.length_q - position - m * 16 - lane_row(), item.length_k > 0,
+                                 softmax.shift[m], softmax.sum[m], o[m]);
+      }
     }
     if (number >= count) break;
     job = next;

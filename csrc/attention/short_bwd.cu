@@ -76,8 +76,7 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 1);
-      rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 2);
+      rowsum[half] = sum_of_row(rowsum[half]);
 #pragma unroll
       for (int n = 0; n < kSlot / 8; ++n) {
 #pragma unroll

@@ -74,9 +74,8 @@ __device__ __forceinline__ void sum_rows(BwdTiles<T, kWidth>& tiles, const BwdPa
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 1);
-    rowsum[half] += __shfl_xor_sync(kAllLanes, rowsum[half], 2);
-    if (lane_column() == 0) tiles.rowsum[place.row + lane_row() + half * 8] = rowsum[half];
+    const float sum = sum_of_row(rowsum[half]);
+    if (lane_column() == 0) tiles.rowsum[place.row + lane_row() + half * 8] = sum;
   }
 }
 

@@ -80,16 +80,7 @@ __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidt
   hide(s, place.position, keys.first, unit.length_k, p.work.causal, clear_end);
 
   float largest[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float x = -INFINITY;
-#pragma unroll
-    for (int n = 0; n < kChunk / 8; ++n) {
-      x = fmaxf(x, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
-    }
-    x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
-    largest[half] = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
-  }
+  find_largest(largest, s);
   const float tolerance = kTolerance / scale;
   const bool outgrown =
       largest[0] > state.shift[0] + tolerance || largest[1] > state.shift[1] + tolerance;
@@ -97,18 +88,7 @@ __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidt
     state.shift[0] = largest[0];
     state.shift[1] = largest[1];
   } else if (__any_sync(kAllLanes, outgrown)) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float next = fmaxf(state.shift[half], largest[half]);
-      const float shrink = Base<T>::exp((state.shift[half] - next) * scale);
-      state.shift[half] = next;
-      state.sum[half] *= shrink;
-#pragma unroll
-      for (int n = 0; n < kWidth / 8; ++n) {
-        state.o[n][half * 2] *= shrink;
-        state.o[n][half * 2 + 1] *= shrink;
-      }
-    }
+    raise_shift<T>(state.shift, state.sum, state.o, largest, scale);
   }
 
 #pragma unroll
@@ -191,26 +171,16 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
     }
 
     if (!works) return;
-    const float scale = p.scale * Base<T>::kLogE;
-    float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int position = place.position + lane_row() + half * 8;
-      float total = state.sum[half] + __shfl_xor_sync(kAllLanes, state.sum[half], 1);
-      total += __shfl_xor_sync(kAllLanes, total, 2);
-      const bool sees = unit.length_k > 0;
-      factor[half] = sees ? Base<T>::divide(p.keep_scale, total) : 0.0f;
-      if (lane_column() == 0 && position < unit.length_q) {
-        p.lse[static_cast<int64_t>(unit.first_q + position) * work.heads + place.head] =
-            sees ? lse_of<T>(state.shift[half] * scale, total) : 0;
-      }
-    }
     const HeadRows queries = queries_of(unit, place);
-    store_rows<T, kWidth>(p.out, queries, tiles.q.row(place.row), state.o, factor[0], factor[1],
+    const int row = queries.first + lane_row(), rows = queries.length - lane_row();
+    const float2 factor = end_softmax<T>(
+        state.shift, state.sum, p.scale * Base<T>::kLogE, p.keep_scale, unit.length_k > 0,
+        p.lse + static_cast<int64_t>(row) * work.heads + place.head, work.heads, rows);
+    store_rows<T, kWidth>(p.out, queries, tiles.q.row(place.row), state.o, factor.x, factor.y,
                           work.width);
     if constexpr (kCasts) {
-      cast_sums(p.cast, tiles.statistics, queries.first + lane_row(), queries.head * work.width,
-                queries.length - lane_row(), work.width, state.o, factor[0], factor[1]);
+      cast_sums(p.cast, tiles.statistics, row, queries.head * work.width, rows, work.width, state.o,
+                factor.x, factor.y);
     }
   });
   if (kCasts && threadIdx.x == 0) tiles.statistics.publish(p.cast);

@@ -95,7 +95,6 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
   const int row = group * kWgmmaM + threadIdx.x % kWarpgroup / kWarp * 16 + lane / 4;  // and + 8
   const float scale = p.scale * kLog2E;
   const AttentionDropout dropout = kDrops ? AttentionDropout(p.dropout) : AttentionDropout();
-  const int64_t token_stride = static_cast<int64_t>(p.heads) * p.width;
 
   if constexpr (kCasts) tiles.statistics.clear();
   Stage<2> claim, qs, ks, vs;
@@ -105,29 +104,18 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
     const int position = item.start + row;
     const int rows = item.length_q - position;  // from `row` on
     const int64_t token = item.first_q + position;
-    T* const out = static_cast<T*>(p.out) + token * token_stride + item.head * p.width;
-    float* const lse = p.lse + token * p.heads + item.head;
-
-    float o[kWidth / 2];
-#pragma unroll
-    for (int e = 0; e < kWidth / 2; ++e) o[e] = 0.0f;
-    const auto store = [&](float low, float high) {
-      store_sums<T>(out, token_stride, rows, p.width, o, low, high);
-      if constexpr (kCasts) {
-        cast_sums(p.cast, tiles.statistics, token, item.head * p.width, rows, p.width, by_group(o),
-                  low, high);
-      }
+    float o[kWidth / 2] = {}, shift[2] = {}, sum[2] = {};
+    const auto store = [&](bool has_keys) {
+      store_results<T, kCasts>(p, tiles.statistics, token, item.head, rows, has_keys, shift, sum,
+                               o);
     };
     if (n == 0) {
-      store(0.0f, 0.0f);
-      if (c == 0 && rows > 0) lse[0] = 0.0f;
-      if (c == 0 && rows > 8) lse[8 * p.heads] = 0.0f;
+      store(false);
       continue;
     }
 
-    float s[kTile / 2];
+    float s[kTile / 2], shrink[2] = {1.0f, 1.0f};
     uint32_t probabilities[kTile / 4], keep[2] = {~0u, ~0u};
-    float shift[2], sum[2] = {0.0f, 0.0f}, shrink[2] = {1.0f, 1.0f};
 
     const WgmmaOperand q(shared_address(tiles.q[qs.index]) + group * kWgmmaM * kSwizzleBytes);
     const auto start_scores = [&] {
@@ -165,14 +153,8 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
     };
     // Replaces the scores by exponentials. Returns whether the shift grew; then o must shrink.
     const auto exponentials = [&](bool first) {
-      float largest[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-      for (int e = 0; e < kTile / 2; ++e) largest[e / 2 % 2] = fmaxf(largest[e / 2 % 2], s[e]);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        largest[half] = fmaxf(largest[half], __shfl_xor_sync(kAllLanes, largest[half], 1));
-        largest[half] = fmaxf(largest[half], __shfl_xor_sync(kAllLanes, largest[half], 2));
-      }
+      float largest[2];
+      find_largest(largest, by_group(s));
       bool grew = false;
       if (first) {
         shift[0] = largest[0];
@@ -226,13 +208,7 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
     const int clear_end =
         min(item.length_k, p.causal ? item.start + group * kWgmmaM + 1 : item.length_k);
     if (first_key + kTile > clear_end) {
-#pragma unroll
-      for (int e = 0; e < kTile / 2; ++e) {
-        const int key = first_key + e / 4 * 8 + c * 2 + e % 2;
-        const int last =
-            p.causal ? min(item.length_k - 1, position + e / 2 % 2 * 8) : item.length_k - 1;
-        if (key > last) s[e] = -INFINITY;
-      }
+      hide(by_group(s), position - lane_row(), first_key, item.length_k, p.causal, INT_MIN);
     }
     exponentials(true);
     round();
@@ -267,17 +243,7 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
     release(tiles.v_empty[vs.index]);
     vs.advance();
 
-    float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float total = sum[half] + __shfl_xor_sync(kAllLanes, sum[half], 1);
-      total += __shfl_xor_sync(kAllLanes, total, 2);
-      factor[half] = __fdividef(p.keep_scale, total);
-      if (c == 0 && rows > half * 8) {
-        lse[half * 8 * p.heads] = (shift[half] * scale + __log2f(total)) * Base<T>::kLn;
-      }
-    }
-    store(factor[0], factor[1]);
+    store(true);
   }
   if (kCasts && lane == 0) tiles.statistics.of_warp[threadIdx.x / kWarp].publish(p.cast);
 }
@@ -285,8 +251,8 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
 #endif
 
 template <typename T, int kWidth, bool kDrops, bool kCasts>
-__global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_fwd_kernel(
-    const __grid_constant__ Params p) {
+__global__ __launch_bounds__(kWgmmaThreads,
+                             1) void attention_wgmma_fwd_kernel(const __grid_constant__ Params p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
   extern __shared__ __align__(1024) unsigned char shared[];
   FwdTiles<kWidth>& tiles = *reinterpret_cast<FwdTiles<kWidth>*>(shared);

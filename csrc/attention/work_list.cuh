@@ -11,9 +11,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "attention/cast.cuh"
 #include "attention/method.h"
 #include "attention/tiles.cuh"
-#include "common/fp8_cast.cuh"
 #include "common/occupancy.h"
 
 namespace lightseq::attention {
@@ -153,6 +153,25 @@ FwdParams<Input> fwd_params(const Call& a, const Forward& f, const ItemList& lis
           .keep_scale = a.keep_scale(),
           .dropout = dropout_of(a),
           .cast = f.cast};
+}
+
+// Writes a warp's 16 rows of forward's results. token: of row r = lane / 4; rows: how many exist
+// from row r on. o: products of the exponentials with V; shift, sum: see end_softmax().
+template <typename T, bool kCasts, typename Input, int kCount, int kWarps>
+__device__ __forceinline__ void store_results(const FwdParams<Input>& p,
+                                              BlockStatistics<kWarps>& statistics, int64_t token,
+                                              int head, int rows, bool has_keys,
+                                              const float (&shift)[2], const float (&sum)[2],
+                                              const float (&o)[kCount]) {
+  const float2 factor = end_softmax<T>(shift, sum, p.scale * kLog2E, p.keep_scale, has_keys,
+                                       p.lse + token * p.heads + head, p.heads, rows);
+  const int64_t token_stride = static_cast<int64_t>(p.heads) * p.width;
+  store_sums<T>(static_cast<T*>(p.out) + token * token_stride + head * p.width, token_stride, rows,
+                p.width, o, factor.x, factor.y);
+  if constexpr (kCasts) {
+    cast_sums(p.cast, statistics, token, head * p.width, rows, p.width, by_group(o), factor.x,
+              factor.y);
+  }
 }
 
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
