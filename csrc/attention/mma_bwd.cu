@@ -38,18 +38,7 @@ constexpr int kFewWarps = kMmaWarps, kManyWarps = 2 * kFewWarps;
 constexpr int kScoreBytes = 2 * kQueryTile;  // of a row of scores
 
 template <typename T>
-struct BwdParams {
-  Packed<const T> dout, q, k, v;
-  Result<T> dq, dk, dv;
-  ItemList list;
-  const float *lse, *rowsum;  // [H, Tq]: lse times log2(e), and D
-  float* sums;                // dQ: [tiles of queries, H, warps, fragments, kFragment]
-  uint32_t* turns;  // [tiles of queries, H]: how many blocks have added; zero at the start
-  int rows_q, heads, width, most_together;
-  bool causal;
-  float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
-  Dropout dropout;
-};
+using Params = TurnParams<T, Packed<const T>>;
 
 template <int kWidth, int kWarps>
 struct BwdTiles {
@@ -69,7 +58,7 @@ struct BwdTiles {
 };
 
 template <typename T, int kWidth, int kWarps, typename Work>
-__device__ __forceinline__ void load_keys(const BwdParams<T>& p, BwdTiles<kWidth, kWarps>& tiles,
+__device__ __forceinline__ void load_keys(const Params<T>& p, BwdTiles<kWidth, kWarps>& tiles,
                                           const Work& work) {
   constexpr int kKeys = BwdTiles<kWidth, kWarps>::kKeys, kThreads = kWarps * kWarp;
   const int first = work.item.first_k + work.item.start;
@@ -82,7 +71,7 @@ __device__ __forceinline__ void load_keys(const BwdParams<T>& p, BwdTiles<kWidth
 
 // Also dropout's bits.
 template <bool kDrops, typename T, int kWidth, int kWarps, typename Work>
-__device__ __forceinline__ void load_queries(const BwdParams<T>& p, BwdTiles<kWidth, kWarps>& tiles,
+__device__ __forceinline__ void load_queries(const Params<T>& p, BwdTiles<kWidth, kWarps>& tiles,
                                              const AttentionDropout& dropout, const Work& work,
                                              int i, int stage) {
   constexpr int kThreads = kWarps * kWarp;
@@ -104,7 +93,7 @@ __device__ __forceinline__ void load_queries(const BwdParams<T>& p, BwdTiles<kWi
 
 // Loads lse and D.
 template <typename T, int kWidth, int kWarps, typename Work>
-__device__ __forceinline__ void load_sums(const BwdParams<T>& p, BwdTiles<kWidth, kWarps>& tiles,
+__device__ __forceinline__ void load_sums(const Params<T>& p, BwdTiles<kWidth, kWarps>& tiles,
                                           const Work& work, int i) {
   const int query = threadIdx.x % kQueryTile, which = threadIdx.x / kQueryTile;
   const float* const from = (which == 0 ? p.lse : p.rowsum) +
@@ -113,21 +102,6 @@ __device__ __forceinline__ void load_sums(const BwdParams<T>& p, BwdTiles<kWidth
   if (which < 2) {
     cp_async_4_zfill(shared_address(which == 0 ? tiles.lse : tiles.rowsum) + 4 * query, from,
                      query < work.queries_from(i));
-  }
-}
-
-// Writes sums of 16 rows, multiplied by `factor`. row, column: of the lane's first row, and of the
-// first column; rows: how many exist from `row` on.
-template <bool kCasts, typename T, int kCount, int kWarps>
-__device__ __forceinline__ void store(const Result<T>& to, BlockStatistics<kWarps>& statistics,
-                                      int row, int head, int column, int rows, int width,
-                                      const float (&sums)[kCount], float factor) {
-  if constexpr (kCasts) {
-    cast_sums(to.cast, statistics, row, head * width + column, rows,
-              min(width - column, 2 * kCount), by_group(sums), factor, factor);
-  } else {
-    store_sums<T>(to.rows.at(row, head) + column, to.rows.token_bytes / sizeof(T), rows,
-                  width - column, sums, factor, factor);
   }
 }
 
@@ -301,7 +275,7 @@ __device__ __forceinline__ void hide(float (&s)[kRowTiles][kChunk / 2], int key,
 
 template <typename T, int kWidth, int kWarps, bool kDrops, bool kCasts>
 __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_mma_bwd_kernel(
-    const __grid_constant__ BwdParams<T> p) {
+    const __grid_constant__ Params<T> p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   using Tiles = BwdTiles<kWidth, kWarps>;
   Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
@@ -414,8 +388,9 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           const int query = first_query + at.query + m * 16 + lane_row();
-          store<kCasts>(p.dq, tiles.of_queries, item.first_q + query, work.head, at.query_column,
-                        item.length_q - query, p.width, dq[m], grad_scale);
+          store_gradient<kCasts>(p.dq, tiles.of_queries, item.first_q + query, work.head,
+                                 at.query_column, item.length_q - query, p.width, dq[m],
+                                 grad_scale);
         }
       }
       i = next;
@@ -427,10 +402,10 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int own = key + m * 16 + lane_row(), rows = item.length_k - own;
-      store<kCasts>(p.dk, tiles.of_keys, item.first_k + own, work.head, at.key_column, rows,
-                    p.width, dk[m], grad_scale);
-      store<kCasts>(p.dv, tiles.of_keys, item.first_k + own, work.head, at.key_column, rows,
-                    p.width, dv[m], p.keep_scale);
+      store_gradient<kCasts>(p.dk, tiles.of_keys, item.first_k + own, work.head, at.key_column,
+                             rows, p.width, dk[m], grad_scale);
+      store_gradient<kCasts>(p.dv, tiles.of_keys, item.first_k + own, work.head, at.key_column,
+                             rows, p.width, dv[m], p.keep_scale);
     }
     cp_async_wait_all();  // if there is no tile of queries
     __syncthreads();      // the tiles have been read, and no warp waits for a turn
@@ -446,7 +421,6 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
 void mma_bwd(const Call& a, const Backward& b) {
   const int32_t device = a.q.get_device();
   const cudaStream_t stream = current_stream(device);
-  const int64_t heads = a.q.size(1);
   dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(width)::value;
@@ -455,31 +429,11 @@ void mma_bwd(const Call& a, const Backward& b) {
       using Tiles = BwdTiles<kWidth, kWarps>;
       Tensor memory;
       const ItemList list = list_items(a, Tiles::kKeys, false, memory, stream);
-      const int64_t units = most_units(a);
-      const Tensor turns = allocate(a.q, {units, heads}, ScalarType::Int);
-      const Tensor sums = allocate(a.q, {units, heads, kQueryTile, kWidth}, ScalarType::Float);
-      const OfQueries of_queries = attention::of_queries(a, b, turns, stream);
-      BwdParams<T> params{.dout = packed<const T>(a.op, "dout", b.dout),
-                          .q = packed<const T>(a.op, "q", a.q),
-                          .k = packed<const T>(a.op, "k", a.k),
-                          .v = packed<const T>(a.op, "v", a.v),
-                          .dq = result_of<T>(a.op, "dq", b.dq, b.casts.dq),
-                          .dk = result_of<T>(a.op, "dk", b.dk, b.casts.dk),
-                          .dv = result_of<T>(a.op, "dv", b.dv, b.casts.dv),
-                          .list = list,
-                          .lse = of_queries.lse,
-                          .rowsum = of_queries.rowsum,
-                          .sums = sums.mutable_data_ptr<float>(),
-                          .turns = static_cast<uint32_t*>(turns.data_ptr()),
-                          .rows_q = static_cast<int>(a.q.size(0)),
-                          .heads = static_cast<int>(heads),
-                          .width = static_cast<int>(a.q.size(2)),
-                          .most_together = 0,
-                          .causal = a.causal,
-                          .scale = static_cast<float>(a.scale),
-                          .keep_scale = a.keep_scale(),
-                          .grad_scale = a.grad_scale(),
-                          .dropout = dropout_of(a)};
+      const Workspace workspace = prepare_workspace(a, b, 1, kQueryTile * kWidth, stream);
+      Params<T> params = {
+          bwd_params<T>(a, b, list, workspace, packed<const T>(a.op, "dout", b.dout),
+                        packed<const T>(a.op, "q", a.q), packed<const T>(a.op, "k", a.k),
+                        packed<const T>(a.op, "v", a.v))};
       dispatch_cast<T>(b.casts.dq, [&](auto is_cast) {
         launch_in_turns(a.op,
                         attention_mma_bwd_kernel<T, kWidth, kWarps, decltype(drops)::value,

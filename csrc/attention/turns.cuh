@@ -25,6 +25,11 @@ namespace lightseq::attention {
 
 constexpr int kQueryTile = 64;
 
+template <typename T, typename Input>
+struct TurnParams : BwdParams<T, Input> {
+  int most_together = 0;
+};
+
 // When a block adds to a tile.
 struct Turn {
   int number;  // how many blocks add before it

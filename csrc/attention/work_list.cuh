@@ -123,6 +123,22 @@ __device__ __forceinline__ void store_sums(T* to, int64_t row_stride, int rows, 
   }
 }
 
+// Writes a warp's 16 rows of a gradient, multiplied by `factor`. row, column: of the lane's first
+// row, and of the first column; rows: how many exist from `row` on; width: of a head.
+template <bool kCasts, typename T, int kCount, int kWarps>
+__device__ __forceinline__ void store_gradient(const Result<T>& to,
+                                               BlockStatistics<kWarps>& statistics, int row,
+                                               int head, int column, int rows, int width,
+                                               const float (&sums)[kCount], float factor) {
+  if constexpr (kCasts) {
+    cast_sums(to.cast, statistics, row, head * width + column, rows,
+              min(width - column, 2 * kCount), by_group(sums), factor, factor);
+  } else {
+    store_sums<T>(to.rows.at(row, head) + column, to.rows.token_bytes / sizeof(T), rows,
+                  width - column, sums, factor, factor);
+  }
+}
+
 // Forward's parameters. Input: what a kernel loads from.
 template <typename Input>
 struct FwdParams {
@@ -180,16 +196,62 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return x;
 }
 
-// Backward's inputs that have one number for each query and head.
-struct OfQueries {
-  Tensor memory;
+// Backward's memory, which must outlive the kernel.
+struct Workspace {
+  Tensor of_queries, turns, sums;
+};
+
+// Backward's parameters. Input: what a kernel loads from. A block has a turn to add to a part of
+// dQ; each tile of queries has one part or several.
+template <typename T, typename Input>
+struct BwdParams {
+  Input dout, q, k, v;
+  Result<T> dq, dk, dv;
+  ItemList list;
   const float* lse;      // [H, Tq], times log2(e) in 16 bits
   const float* lse_low;  // [H, Tq]: the remainder that lse lacks; only in float32
   const float* rowsum;   // [H, Tq]: D = (1 - p) rowsum(dO * O)
+  float* sums;           // dQ: [tiles of queries, H, parts, numbers of a part]
+  uint32_t* turns;  // [tiles of queries, H, parts]: how many blocks have added; zero at the start
+  int rows_q, heads, width;
+  bool causal;
+  float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
+  Dropout dropout;
 };
 
-// Computes these inputs, and zeroes the counters in `turns`.
-OfQueries of_queries(const Call& a, const Backward& b, const Tensor& turns, cudaStream_t stream);
+// Allocates the workspace, computes lse and rowsum, and zeroes the counters. parts: of a tile of
+// queries of a head, with `numbers` of dQ each.
+Workspace prepare_workspace(const Call& a, const Backward& b, int64_t parts, int64_t numbers,
+                            cudaStream_t stream);
+
+template <typename T, typename Input>
+BwdParams<T, Input> bwd_params(const Call& a, const Backward& b, const ItemList& list,
+                               const Workspace& workspace, const Input& dout, const Input& q,
+                               const Input& k, const Input& v) {
+  const int64_t rows = a.q.size(0), heads = a.q.size(1);
+  const float* const lse = workspace.of_queries.const_data_ptr<float>();
+  return {.dout = dout,
+          .q = q,
+          .k = k,
+          .v = v,
+          .dq = result_of<T>(a.op, "dq", b.dq, b.casts.dq),
+          .dk = result_of<T>(a.op, "dk", b.dk, b.casts.dk),
+          .dv = result_of<T>(a.op, "dv", b.dv, b.casts.dv),
+          .list = list,
+          .lse = lse,
+          .lse_low = lse + 2 * heads * rows,
+          .rowsum = lse + heads * rows,
+          .sums = workspace.sums.mutable_data_ptr<float>(),
+          .turns = static_cast<uint32_t*>(workspace.turns.data_ptr()),
+          .rows_q = static_cast<int>(rows),
+          .heads = static_cast<int>(heads),
+          .width = static_cast<int>(a.q.size(2)),
+          .causal = a.causal,
+          .scale = static_cast<float>(a.scale),
+          .keep_scale = a.keep_scale(),
+          .grad_scale = a.grad_scale(),
+          .dropout = dropout_of(a)};
+}
 
 // Calls function(zero of the element type, columns that products have, whether there is dropout).
 template <typename Function>
