@@ -105,32 +105,20 @@ __device__ __forceinline__ void load_sums(const Params<T>& p, BwdTiles<kWidth, k
   }
 }
 
-// A warp's part of the products.
-template <int kWidth, int kWarps>
-struct WarpPart {
+// A warp's part of the products, and this lane's addresses for it: see Lane.
+template <typename T, int kWidth, int kWarps>
+struct Warp {
   using Tiles = BwdTiles<kWidth, kWarps>;
+  static constexpr int kColumns = kTileColumns<kWidth>, kRowBytes = 2 * kColumns;
   int share, key, query, key_column, query_column;  // first ones
+  uint32_t own_keys, by_rows, by_columns, own_scores, scores_by_keys, scores_by_queries;
 
-  __device__ __forceinline__ explicit WarpPart(int warp)
+  __device__ __forceinline__ Warp(int warp, const Lane& at, uint32_t ds_tile)
       : share(Tiles::kSharing > 1 ? warp % 2 : 0),
         key(warp / Tiles::kSharing * kRows),
         query(warp / Tiles::kBeside * kRows),
         key_column(share * Tiles::kKeyColumns),
-        query_column(warp % Tiles::kBeside * Tiles::kQueryColumns) {}
-};
-
-// A warp's part of the products, and this lane's addresses for it: see Lane.
-template <typename T, int kWidth, int kWarps>
-struct Warp : WarpPart<kWidth, kWarps> {
-  using Part = WarpPart<kWidth, kWarps>;
-  using Part::key, Part::query, Part::key_column, Part::query_column;
-  using Tiles = BwdTiles<kWidth, kWarps>;
-  static constexpr int kColumns = kTileColumns<kWidth>, kRowBytes = 2 * kColumns;
-  uint32_t own_keys, by_rows, by_columns, own_scores, scores_by_keys, scores_by_queries;
-
-  __device__ __forceinline__ Warp(const WarpPart<kWidth, kWarps>& part, const Lane& at,
-                                  uint32_t ds_tile)
-      : WarpPart<kWidth, kWarps>(part),
+        query_column(warp % Tiles::kBeside * Tiles::kQueryColumns),
         own_keys(key * kRowBytes + at.template left<kColumns>()),
         by_rows(at.template right<kColumns>()),
         by_columns(at.template left<kColumns>()),
@@ -284,13 +272,12 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
   constexpr int kFragments = kRowTiles * Tiles::kQueryColumns / 8;  // of a warp's dQ
 
   const int warp = of_warp(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
-  const WarpPart<kWidth, kWarps> part(warp);
   const float scale = p.scale * kLog2E;
   const AttentionDropout dropout = kDrops ? AttentionDropout(p.dropout) : AttentionDropout();
   const uint32_t k_tile = shared_address(tiles.k), v_tile = shared_address(tiles.v);
   const uint32_t ds_tile = shared_address(tiles.scores[0]);
   const uint32_t p_tile = shared_address(tiles.scores[Tiles::kSharing - 1]);
-  const Warp<T, kWidth, kWarps> at(part, Lane(lane), ds_tile);
+  const Warp<T, kWidth, kWarps> at(warp, Lane(lane), ds_tile);
 
   if constexpr (kCasts) {
     tiles.of_queries.clear();
@@ -421,28 +408,20 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
 void mma_bwd(const Call& a, const Backward& b) {
   const int32_t device = a.q.get_device();
   const cudaStream_t stream = current_stream(device);
-  dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
+  dispatch_long(a, b.casts.dq, [&](auto zero, auto width, auto drops, auto casts) {
     using T = decltype(zero);
-    constexpr int kWidth = decltype(width)::value;
     const auto start = [&](auto warps) {
-      constexpr int kWarps = decltype(warps)::value;
-      using Tiles = BwdTiles<kWidth, kWarps>;
+      using Tiles = BwdTiles<width, warps>;
       Tensor memory;
       const ItemList list = list_items(a, Tiles::kKeys, false, memory, stream);
-      const Workspace workspace = prepare_workspace(a, b, 1, kQueryTile * kWidth, stream);
+      const Workspace workspace = prepare_workspace(a, b, 1, kQueryTile * width, stream);
       Params<T> params = {
-          bwd_params<T>(a, b, list, workspace, packed<const T>(a.op, "dout", b.dout),
-                        packed<const T>(a.op, "q", a.q), packed<const T>(a.op, "k", a.k),
-                        packed<const T>(a.op, "v", a.v))};
-      dispatch_cast<T>(b.casts.dq, [&](auto is_cast) {
-        launch_in_turns(a.op,
-                        attention_mma_bwd_kernel<T, kWidth, kWarps, decltype(drops)::value,
-                                                 decltype(is_cast)::value>,
-                        params, kWarps * kWarp, sizeof(Tiles), device, stream);
-      });
+          bwd_params<T, Packed<const T>>(a, b, list, workspace, packed_inputs<T>(a))};
+      launch_in_turns(a.op, attention_mma_bwd_kernel<T, width, warps, drops, casts>, params,
+                      warps * kWarp, sizeof(Tiles), device, stream);
     };
-    if constexpr (kWidth == 128) {
-      constexpr int kNeeded = sizeof(BwdTiles<kWidth, kManyWarps>);
+    if constexpr (width == 128) {
+      constexpr int kNeeded = sizeof(BwdTiles<width, kManyWarps>);
       if (shared_memory_of_block(device) >= kNeeded)
         return start(std::integral_constant<int, kManyWarps>());
     }

@@ -303,23 +303,16 @@ void mma_fwd(const Call& a, const Forward& f) {
   const cudaStream_t stream = current_stream(device);
   Tensor memory;
   const ItemList list = list_items(a, 0, true, memory, stream);
-  dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
+  dispatch_long(a, f.cast, [&](auto zero, auto width, auto drops, auto casts) {
     using T = decltype(zero);
-    constexpr int kWidth = decltype(width)::value;
-    constexpr size_t kShared = sizeof(FwdTiles<kWidth>);
-    const Params<T> params =
-        fwd_params(a, f, list, packed<const T>(a.op, "q", a.q), packed<const T>(a.op, "k", a.k),
-                   packed<const T>(a.op, "v", a.v));
-    dispatch_cast<T>(f.cast, [&](auto casts) {
-      const auto kernel =
-          attention_mma_fwd_kernel<T, kWidth, decltype(drops)::value, decltype(casts)::value>;
-      launch({.op = a.op,
-              .grid = static_cast<unsigned>(resident_blocks(kernel, kMmaThreads, device, kShared)),
-              .block = kMmaThreads,
-              .shared = kShared,
-              .stream = stream},
-             kernel, params);
-    });
+    constexpr size_t kShared = sizeof(FwdTiles<width>);
+    const auto kernel = attention_mma_fwd_kernel<T, width, drops, casts>;
+    launch({.op = a.op,
+            .grid = static_cast<unsigned>(resident_blocks(kernel, kMmaThreads, device, kShared)),
+            .block = kMmaThreads,
+            .shared = kShared,
+            .stream = stream},
+           kernel, fwd_params<Packed<const T>>(a, f, list, packed_inputs<T>(a)));
   });
 }
 

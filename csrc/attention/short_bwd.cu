@@ -301,12 +301,13 @@ void short_bwd(const Call& a, const Backward& b) {
   dispatch(a.op, a.q, [&](auto zero, auto tile_width) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(tile_width)::value;
+    const auto input = packed_inputs<T>(a);
     BwdParams<T> p;
-    p.dout = packed<const T>(a.op, "dout", b.dout);
-    p.q = packed<const T>(a.op, "q", a.q);
-    p.k = packed<const T>(a.op, "k", a.k);
-    p.v = packed<const T>(a.op, "v", a.v);
-    p.out = packed<const T>(a.op, "out", b.out);
+    p.dout = input("dout", b.dout);
+    p.q = input("q", a.q);
+    p.k = input("k", a.k);
+    p.v = input("v", a.v);
+    p.out = input("out", b.out);
     p.dq = result_of<T>(a.op, "dq", b.dq, b.casts.dq);
     p.dk = result_of<T>(a.op, "dk", b.dk, b.casts.dk);
     p.dv = result_of<T>(a.op, "dv", b.dv, b.casts.dv);

@@ -192,10 +192,11 @@ void short_fwd(const Call& a, const Forward& f) {
   dispatch(a.op, a.q, [&](auto zero, auto tile_width) {
     using T = decltype(zero);
     constexpr int kWidth = decltype(tile_width)::value;
+    const auto input = packed_inputs<T>(a);
     FwdParams<T> p;
-    p.q = packed<const T>(a.op, "q", a.q);
-    p.k = packed<const T>(a.op, "k", a.k);
-    p.v = packed<const T>(a.op, "v", a.v);
+    p.q = input("q", a.q);
+    p.k = input("k", a.k);
+    p.v = input("v", a.v);
     p.dropout = dropout_of(a);
     if (f.out.numel() == 0) return;
     p.out = packed<T>(a.op, "out", f.out);

@@ -299,6 +299,12 @@ Packed<T> packed(const char* op, const char* name, const Tensor& x) {
           static_cast<int>(x.stride(1) * sizeof(T))};
 }
 
+// The tensors of a call, by name.
+template <typename T>
+auto packed_inputs(const Call& a) {
+  return [&a](const char* name, const Tensor& x) { return packed<const T>(a.op, name, x); };
+}
+
 inline Dropout dropout_of(const Call& a) {
   require(a.rng.is_contiguous(), a.op, ": rng must be contiguous");
   return {a.rng.const_data_ptr<int64_t>(), static_cast<uint32_t>(a.site),

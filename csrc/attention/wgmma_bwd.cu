@@ -596,25 +596,21 @@ void wgmma_bwd(const Call& a, const Backward& b) {
             .dependent = true},
            draw_kernel, list, bits, dropout, heads, a.causal);
   }
-  dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
+  dispatch_long(a, b.casts.dq, [&](auto zero, auto width, auto drops, auto casts) {
     using T = decltype(zero);
-    constexpr int kWidth = decltype(width)::value;
-    constexpr bool kDrops = decltype(drops)::value;
-    using Tiles = BwdTiles<kWidth>;
-    const Workspace workspace = prepare_workspace(a, b, 1, kBoxes<kWidth> * 64 * 64, stream);
-    const auto map = [](const Tensor& x, int rows) { return tensor_map_of_heads(x, rows); };
-    const Params<T> p = {bwd_params<T>(a, b, list, workspace, map(b.dout, Tiles::kRows),
-                                       map(a.q, Tiles::kRows), map(a.k, kTile), map(a.v, kTile)),
-                         bits};
-    dispatch_cast<T>(b.casts.dq, [&](auto is_cast) {
-      launch({.op = a.op,
-              .grid = static_cast<unsigned>(resident_blocks(device, 1)),
-              .block = kWgmmaThreads,
-              .shared = sizeof(Tiles),
-              .stream = stream,
-              .dependent = true},
-             attention_wgmma_bwd_kernel<T, kWidth, kDrops, decltype(is_cast)::value>, p);
-    });
+    using Tiles = BwdTiles<width>;
+    const Workspace workspace = prepare_workspace(a, b, 1, kBoxes<width> * 64 * 64, stream);
+    const auto input = [&](const char*, const Tensor& x) {
+      return tensor_map_of_heads(x, &x == &a.k || &x == &a.v ? kTile : Tiles::kRows);
+    };
+    launch({.op = a.op,
+            .grid = static_cast<unsigned>(resident_blocks(device, 1)),
+            .block = kWgmmaThreads,
+            .shared = sizeof(Tiles),
+            .stream = stream,
+            .dependent = true},
+           attention_wgmma_bwd_kernel<T, width, drops, casts>,
+           Params<T>{bwd_params<T, CUtensorMap>(a, b, list, workspace, input), bits});
   });
 }
 

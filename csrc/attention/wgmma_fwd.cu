@@ -293,21 +293,16 @@ void wgmma_fwd(const Call& a, const Forward& f) {
   const cudaStream_t stream = current_stream(device);
   Tensor memory;
   const ItemList list = list_items(a, 0, true, memory, stream);
-  dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
-    using T = decltype(zero);
-    constexpr int kWidth = decltype(width)::value;
-    const auto map = [](const Tensor& x) { return tensor_map_of_heads(x, kTile); };
-    const Params params = fwd_params(a, f, list, map(a.q), map(a.k), map(a.v));
-    dispatch_cast<T>(f.cast, [&](auto casts) {
-      launch({.op = a.op,
-              .grid = static_cast<unsigned>(resident_blocks(device, 1)),
-              .block = kWgmmaThreads,
-              .shared = sizeof(FwdTiles<kWidth>),
-              .stream = stream,
-              .dependent = true},
-             attention_wgmma_fwd_kernel<T, kWidth, decltype(drops)::value, decltype(casts)::value>,
-             params);
-    });
+  const auto input = [](const char*, const Tensor& x) { return tensor_map_of_heads(x, kTile); };
+  const Params params = fwd_params<CUtensorMap>(a, f, list, input);
+  dispatch_long(a, f.cast, [&](auto zero, auto width, auto drops, auto casts) {
+    launch({.op = a.op,
+            .grid = static_cast<unsigned>(resident_blocks(device, 1)),
+            .block = kWgmmaThreads,
+            .shared = sizeof(FwdTiles<width>),
+            .stream = stream,
+            .dependent = true},
+           attention_wgmma_fwd_kernel<decltype(zero), width, drops, casts>, params);
   });
 }
 

@@ -153,12 +153,13 @@ struct FwdParams {
   Cast cast;  // of out
 };
 
-template <typename Input>
-FwdParams<Input> fwd_params(const Call& a, const Forward& f, const ItemList& list, const Input& q,
-                            const Input& k, const Input& v) {
-  return {.q = q,
-          .k = k,
-          .v = v,
+// input(name, x): what the kernel loads x from.
+template <typename Input, typename Function>
+FwdParams<Input> fwd_params(const Call& a, const Forward& f, const ItemList& list,
+                            const Function& input) {
+  return {.q = input("q", a.q),
+          .k = input("k", a.k),
+          .v = input("v", a.v),
           .list = list,
           .out = f.out.data_ptr(),
           .lse = f.lse.mutable_data_ptr<float>(),
@@ -224,16 +225,16 @@ struct BwdParams {
 Workspace prepare_workspace(const Call& a, const Backward& b, int64_t parts, int64_t numbers,
                             cudaStream_t stream);
 
-template <typename T, typename Input>
+// input(name, x): what the kernel loads x from.
+template <typename T, typename Input, typename Function>
 BwdParams<T, Input> bwd_params(const Call& a, const Backward& b, const ItemList& list,
-                               const Workspace& workspace, const Input& dout, const Input& q,
-                               const Input& k, const Input& v) {
+                               const Workspace& workspace, const Function& input) {
   const int64_t rows = a.q.size(0), heads = a.q.size(1);
   const float* const lse = workspace.of_queries.const_data_ptr<float>();
-  return {.dout = dout,
-          .q = q,
-          .k = k,
-          .v = v,
+  return {.dout = input("dout", b.dout),
+          .q = input("q", a.q),
+          .k = input("k", a.k),
+          .v = input("v", a.v),
           .dq = result_of<T>(a.op, "dq", b.dq, b.casts.dq),
           .dk = result_of<T>(a.op, "dk", b.dk, b.casts.dk),
           .dv = result_of<T>(a.op, "dv", b.dv, b.casts.dv),
@@ -253,26 +254,29 @@ BwdParams<T, Input> bwd_params(const Call& a, const Backward& b, const ItemList&
           .dropout = dropout_of(a)};
 }
 
-// Calls function(zero of the element type, columns that products have, whether there is dropout).
+// Calls function(zero of the element type, columns that products have, whether there is dropout,
+// whether the kernel casts its results).
 template <typename Function>
-void dispatch_long(const Tensor& q, double dropout_p, Function&& function) {
+void dispatch_long(const Call& a, const Cast& cast, Function&& function) {
   const auto by_dropout = [&](auto zero, auto width) {
-    if (Dropout::threshold_of(dropout_p) > 0) {
-      function(zero, width, std::true_type{});
-    } else {
-      function(zero, width, std::false_type{});
-    }
+    dispatch_cast<decltype(zero)>(cast, [&](auto casts) {
+      if (Dropout::threshold_of(a.dropout_p) > 0) {
+        function(zero, width, std::true_type{}, casts);
+      } else {
+        function(zero, width, std::false_type{}, casts);
+      }
+    });
   };
   const auto by_width = [&](auto zero) {
-    if (q.size(2) <= 64) {
+    if (a.q.size(2) <= 64) {
       by_dropout(zero, std::integral_constant<int, 64>{});
-    } else if (q.size(2) <= 96) {
+    } else if (a.q.size(2) <= 96) {
       by_dropout(zero, std::integral_constant<int, 96>{});
     } else {
       by_dropout(zero, std::integral_constant<int, 128>{});
     }
   };
-  if (q.scalar_type() == torch::headeronly::ScalarType::Half) {
+  if (a.q.scalar_type() == torch::headeronly::ScalarType::Half) {
     by_width(__half{});
   } else {
     by_width(__nv_bfloat16{});
