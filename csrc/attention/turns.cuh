@@ -159,13 +159,6 @@ __device__ __forceinline__ void add_in_turn(float* part, const uint32_t* passed,
   }
 }
 
-// Lets the next block add. One thread calls it, after a barrier with those that have added. It
-// waits until their additions are complete.
-__device__ __forceinline__ void pass_turn(uint32_t* passed) {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(passed) : "memory");
-}
-
 // Launches as many blocks as are resident. params.most_together becomes the number of blocks of a
 // head that surely run at the same time: other kernels may occupy a part of the GPU.
 template <typename Params>

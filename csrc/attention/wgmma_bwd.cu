@@ -1,10 +1,5 @@
-// Attention of long sentences in 16 bits, backward, on GPUs of compute capability 9.0.
-// work_list.cuh explains the work list.
-//
-//   P = exp(scale * q k^T - lse)      M = dropout mask of zeros and ones
-//   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)      by a kernel before this one
-//   dV = (P * M)^T dO / (1 - p)       dS = P * (M * dO V^T - D)
-//   dQ = scale / (1 - p) dS K         dK = scale / (1 - p) dS^T Q
+// Attention of long sentences in 16 bits, backward, on GPUs of compute capability 9.0. short_bwd.cu
+// has the formulas, work_list.cuh explains the work list.
 //
 // An item is a block of 128 keys of one head. A thread block takes one item after the other, and
 // iterates over the queries of its sentence. Two consumer warpgroups have 64 keys each:
@@ -174,10 +169,7 @@ __device__ __forceinline__ void take_turns(const Params<T>& p, BwdTiles<kWidth>&
       __syncwarp();
       if (is_first_lane) tiles.turn.arrive();
       tiles.added.wait(parity);
-      if (i >= steps.finished_end && is_first_lane) {
-        asm volatile("fence.acq_rel.gpu;" ::: "memory");
-        asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
-      }
+      if (i >= steps.finished_end && is_first_lane) pass_turn(turn);
     }
   }
 }
@@ -321,9 +313,7 @@ __device__ __forceinline__ void multiply(const Params<T>& p, BwdTiles<kWidth>& t
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
     const Steps<kWidth> steps(p.causal, item);
-    float dk[kWidth / 2], dv[kWidth / 2];
-#pragma unroll
-    for (int e = 0; e < kWidth / 2; ++e) dk[e] = dv[e] = 0.0f;
+    float dk[kWidth / 2] = {}, dv[kWidth / 2] = {};
 
     if (steps.begin < steps.end) {
       tiles.keys_loaded[keys.index].wait(keys.parity);

@@ -197,6 +197,13 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return x;
 }
 
+// Lets the next block add. One thread calls it, after a barrier with those that have added. It
+// waits until their additions are complete.
+__device__ __forceinline__ void pass_turn(uint32_t* passed) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(passed) : "memory");
+}
+
 // Backward's memory, which must outlive the kernel.
 struct Workspace {
   Tensor of_queries, turns, sums;
