@@ -35,18 +35,14 @@ constexpr int kRowBytes = 2 * kTileColumns<kWidth>;
 template <typename T>
 using Params = FwdParams<Packed<const T>>;
 
-// The numbers of a block's next items. Thread 0 claims each item two items before it begins, so
-// that no thread waits for the counter.
-struct NextItems {
-  int numbers[2];
-};
-
 template <int kWidth>
 struct FwdTiles {
   using Keys = uint16_t[kKeys<kWidth>][kTileColumns<kWidth>];
   uint16_t q[kTile][kTileColumns<kWidth>];
   Keys k[2], v[2];
-  NextItems next;
+  // Of the block's next items. Thread 0 claims each item two items before it begins, so that no
+  // thread waits for the counter.
+  int numbers[2];
   BlockStatistics<kMmaWarps> statistics;
 };
 
@@ -188,11 +184,11 @@ __global__ __launch_bounds__(kMmaThreads,
   if constexpr (kCasts) tiles.statistics.clear();
   const int count = p.list.counts[0] * p.heads;
   if (threadIdx.x == 0) {
-    tiles.next.numbers[1] = claim(p.list);
-    tiles.next.numbers[0] = claim(p.list);
+    tiles.numbers[1] = claim(p.list);
+    tiles.numbers[0] = claim(p.list);
   }
   __syncthreads();
-  int number = tiles.next.numbers[1], place = 0, stage = 0;
+  int number = tiles.numbers[1], place = 0, stage = 0;
   if (number >= count) return;
   Job<T, kWidth> job(p, number);
   load_queries(p, q_rows, job, first_row, lane);
@@ -220,7 +216,7 @@ __global__ __launch_bounds__(kMmaThreads,
       if (t > 0) {
         load_keys(p, tiles, job, t - 1, stage ^ 1);
       } else {
-        number = tiles.next.numbers[place];
+        number = tiles.numbers[place];
         if (number < count) {
           next = Job<T, kWidth>(p, number);
           load_keys(p, tiles, next, next.tiles - 1, stage ^ 1);
@@ -280,7 +276,7 @@ __global__ __launch_bounds__(kMmaThreads,
 
     // This place was last read during the previous item. It is read again after a barrier of the
     // next item.
-    if (threadIdx.x == 0) tiles.next.numbers[place ^ 1] = claimed;
+    if (threadIdx.x == 0) tiles.numbers[place ^ 1] = claimed;
     place ^= 1;
     if (works) {
 #pragma unroll

@@ -29,14 +29,9 @@ namespace lightseq::attention {
 namespace {
 
 template <typename T>
-struct FwdParams {
-  Work work;
-  Packed<const T> q, k, v;
+struct FwdParams : UnitParams<T> {
   Packed<T> out;
   Lse<T>* lse;
-  float scale;
-  float keep_scale;  // 1 / (1 - p)
-  Dropout dropout;
   Cast cast;  // of out
 };
 
@@ -189,29 +184,15 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
 }  // namespace
 
 void short_fwd(const Call& a, const Forward& f) {
-  dispatch(a.op, a.q, [&](auto zero, auto tile_width) {
+  dispatch(a, [&](auto zero, auto width) {
     using T = decltype(zero);
-    constexpr int kWidth = decltype(tile_width)::value;
-    const auto input = packed_inputs<T>(a);
-    FwdParams<T> p;
-    p.q = input("q", a.q);
-    p.k = input("k", a.k);
-    p.v = input("v", a.v);
-    p.dropout = dropout_of(a);
+    const UnitParams<T> of_both(a);
     if (f.out.numel() == 0) return;
-    p.out = packed<T>(a.op, "out", f.out);
-    p.lse = f.lse.mutable_data_ptr<Lse<T>>();
-    p.scale = static_cast<float>(a.scale);
-    p.keep_scale = a.keep_scale();
-    p.cast = f.cast;
-    p.work = work_of(a);
+    const FwdParams<T> p{of_both, packed<T>(a.op, "out", f.out), f.lse.mutable_data_ptr<Lse<T>>(),
+                         f.cast};
     dispatch_cast<T>(f.cast, [&](auto casts) {
-      launch({.op = a.op,
-              .grid = grid_of(p.work),
-              .block = kThreads<T, kWidth>,
-              .shared = sizeof(FwdTiles<T, kWidth>),
-              .stream = current_stream(a.q.get_device())},
-             attention_short_fwd_kernel<T, kWidth, decltype(casts)::value>, p);
+      launch_units(a, attention_short_fwd_kernel<T, width, casts>, p, kThreads<T, width>,
+                   sizeof(FwdTiles<T, width>));
     });
   });
 }

@@ -311,9 +311,38 @@ inline Dropout dropout_of(const Call& a) {
           Dropout::threshold_of(a.dropout_p)};
 }
 
+// The parameters of both passes over units.
+template <typename T>
+struct UnitParams {
+  Work work;
+  Packed<const T> q, k, v;
+  float scale, keep_scale;  // keep_scale: 1 / (1 - p)
+  Dropout dropout;
+
+  explicit UnitParams(const Call& a)
+      : work(work_of(a)),
+        q(packed<const T>(a.op, "q", a.q)),
+        k(packed<const T>(a.op, "k", a.k)),
+        v(packed<const T>(a.op, "v", a.v)),
+        scale(static_cast<float>(a.scale)),
+        keep_scale(a.keep_scale()),
+        dropout(dropout_of(a)) {}
+};
+
+template <typename Params>
+void launch_units(const Call& a, void (*kernel)(Params), const Params& params, unsigned threads,
+                  size_t shared) {
+  launch({.op = a.op,
+          .grid = static_cast<unsigned>(params.work.blocks) + kZeroBlocks,
+          .block = threads,
+          .shared = shared,
+          .stream = current_stream(a.q.get_device())},
+         kernel, params);
+}
+
 template <typename Function>
-void dispatch(const char* op, const Tensor& q, Function&& function) {
-  dispatch(op, "q", q.scalar_type(), q.size(2), std::forward<Function>(function));
+void dispatch(const Call& a, Function&& function) {
+  dispatch(a.op, "q", a.q.scalar_type(), a.q.size(2), std::forward<Function>(function));
 }
 
 }  // namespace lightseq::attention
