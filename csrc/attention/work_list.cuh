@@ -180,11 +180,11 @@ __device__ __forceinline__ void store_results(const FwdParams<Input>& p,
                                               int head, int rows, bool has_keys,
                                               const float (&shift)[2], const float (&sum)[2],
                                               const float (&o)[kCount]) {
+  const int64_t line = token * p.heads + head;
   const float2 factor = end_softmax<T>(shift, sum, p.scale * kLog2E, p.keep_scale, has_keys,
-                                       p.lse + token * p.heads + head, p.heads, rows);
-  const int64_t token_stride = static_cast<int64_t>(p.heads) * p.width;
-  store_sums<T>(static_cast<T*>(p.out) + token * token_stride + head * p.width, token_stride, rows,
-                p.width, o, factor.x, factor.y);
+                                       p.lse + line, p.heads, rows);
+  store_sums<T>(static_cast<T*>(p.out) + line * p.width, static_cast<int64_t>(p.heads) * p.width,
+                rows, p.width, o, factor.x, factor.y);
   if constexpr (kCasts) {
     cast_sums(p.cast, statistics, token, head * p.width, rows, p.width, by_group(o), factor.x,
               factor.y);
