@@ -27,13 +27,13 @@ constexpr int kTileColumns = kWidth == 64 ? 64 : 128;
 
 // Offset in bytes of a chunk of a row.
 template <int kColumns>
-__host__ __device__ __forceinline__ constexpr uint32_t swizzled(int row, int chunk) {
+__device__ __forceinline__ constexpr uint32_t swizzled(int row, int chunk) {
   return static_cast<uint32_t>(row * kColumns * 2 + (chunk ^ row % 8) * 16);
 }
 
 // The address `chunks` chunks to the right of the first or second chunk of a row; `chunks` is even
 // and constant, and tiles start at multiples of 128 bytes.
-__host__ __device__ __forceinline__ constexpr uint32_t beside(uint32_t address, int chunks) {
+__device__ __forceinline__ constexpr uint32_t beside(uint32_t address, int chunks) {
   return (address ^ (chunks % 8 * 16)) + chunks / 8 * 128;
 }
 
@@ -43,20 +43,16 @@ __host__ __device__ __forceinline__ constexpr uint32_t beside(uint32_t address, 
 //                  have 8 columns each
 // With .trans, `left` reads two right operands whose K dimension is the rows of the tile.
 struct Lane {
-  int left_row, left_chunk, right_row, right_chunk;
-
-  __host__ __device__ __forceinline__ explicit Lane(int lane)
-      : left_row(lane % 16),
-        left_chunk(lane / 16),
-        right_row(lane % 8 + lane / 16 * 8),
-        right_chunk(lane / 8 % 2) {}
+  int lane;
+  int left_row = lane % 16, left_chunk = lane / 16;
+  int right_row = lane % 8 + lane / 16 * 8, right_chunk = lane / 8 % 2;
 
   template <int kColumns>
-  __host__ __device__ __forceinline__ uint32_t left() const {
+  __device__ __forceinline__ uint32_t left() const {
     return swizzled<kColumns>(left_row, left_chunk);
   }
   template <int kColumns>
-  __host__ __device__ __forceinline__ uint32_t right() const {
+  __device__ __forceinline__ uint32_t right() const {
     return swizzled<kColumns>(right_row, right_chunk);
   }
 };

@@ -175,10 +175,9 @@ struct Warp {
         });
   }
 
-  // dq = dS K
-  __device__ __forceinline__ void multiply_dq(float (&dq)[kRowTiles][Tiles::kQueryColumns / 2],
-                                              uint32_t keys) const {
-    clear(dq);
+  // dq += dS K
+  __device__ __forceinline__ void add_dq(float (&dq)[kRowTiles][Tiles::kQueryColumns / 2],
+                                         uint32_t keys) const {
     multiply_add<T, Tiles::kKeys / 16>(
         dq,
         [&](Fragments a, int m, int k) {
@@ -277,7 +276,7 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
   const uint32_t k_tile = shared_address(tiles.k), v_tile = shared_address(tiles.v);
   const uint32_t ds_tile = shared_address(tiles.scores[0]);
   const uint32_t p_tile = shared_address(tiles.scores[Tiles::kSharing - 1]);
-  const Warp<T, kWidth, kWarps> at(warp, Lane(lane), ds_tile);
+  const Warp<T, kWidth, kWarps> at(warp, Lane{lane}, ds_tile);
 
   if constexpr (kCasts) {
     tiles.of_queries.clear();
@@ -298,9 +297,7 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
     load_sums(p, tiles, work, work.first);
     const int key = item.start + at.key;  // of the sentence
     const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
-    float dk[kRowTiles][Tiles::kKeyColumns / 2], dv[kRowTiles][Tiles::kKeyColumns / 2];
-    clear(dk);
-    clear(dv);
+    float dk[kRowTiles][Tiles::kKeyColumns / 2] = {}, dv[kRowTiles][Tiles::kKeyColumns / 2] = {};
 
     int i = work.first, stage = 0;
     uint32_t* to_pass = nullptr;  // the counter of the turn at the tile before
@@ -330,9 +327,7 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
           if constexpr (!kShares) at.store_scores(ds_tile, chunk, dscores);
           continue;
         }
-        float s[kRowTiles][kChunk / 2], dp[kRowTiles][kChunk / 2];
-        clear(s);
-        clear(dp);
+        float s[kRowTiles][kChunk / 2] = {}, dp[kRowTiles][kChunk / 2] = {};
         at.multiply(s, k_tile, q_tile, chunk);
         at.multiply(dp, v_tile, dout_tile, chunk);
         const bool clear_of_hidden =
@@ -365,8 +360,8 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
       if constexpr (!kShares) pass();
       const uint32_t seen = load_acquire(passed);  // arrives during the product
 
-      float dq[kRowTiles][Tiles::kQueryColumns / 2];
-      at.multiply_dq(dq, k_tile);
+      float dq[kRowTiles][Tiles::kQueryColumns / 2] = {};
+      at.add_dq(dq, k_tile);
       const Turn turn = work.turn(i);
       add_in_turn(p.sums + (tile * kWarps + warp) * (kFragments * kFragment), passed, turn,
                   reinterpret_cast<float (&)[kFragments][4]>(dq), seen);

@@ -172,7 +172,7 @@ __global__ __launch_bounds__(kMmaThreads,
   const float scale = p.scale * kLog2E;
   const AttentionDropout dropout = kDrops ? AttentionDropout(p.dropout) : AttentionDropout();
 
-  const Lane at(lane);
+  const Lane at{lane};
   const uint32_t q_rows = shared_address(tiles.q) + first_row * kRowBytes<kWidth>;
   const uint32_t q_lane = q_rows + at.left<kTileColumns<kWidth>>();
   const uint32_t k_lane = shared_address(tiles.k) + at.right<kTileColumns<kWidth>>();
@@ -202,10 +202,9 @@ __global__ __launch_bounds__(kMmaThreads,
     const bool works = position < item.length_q;
     const int64_t token = item.first_q + position + lane / 4;
 
-    float o[kRowTiles][kWidth / 2];
+    float o[kRowTiles][kWidth / 2] = {};
     uint32_t q[kRowTiles][kWidth / 16][4];
     Softmax<T> softmax;
-    clear(o);
     Job<T, kWidth> next = job;
 
 #pragma unroll 1

@@ -91,9 +91,8 @@ using ByColumns = Operand<1, kPitch, kPitch>;
 // sums = left right
 template <typename Left, typename Right>
 __device__ __forceinline__ void multiply(Sums& sums, const Left& left, const Right& right) {
-  Sums small;
+  Sums small = {};
   clear(sums);
-  clear(small);
 #pragma unroll 1
   for (int first = 0; first < kSide; first += 16) {
     Split<4> a[2];
@@ -210,9 +209,7 @@ __global__ __launch_bounds__(kThreads,
     load_dout(work, work.first);
     draw(work, work.first);
     const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
-    Sums dk, dv;
-    clear(dk);
-    clear(dv);
+    Sums dk = {}, dv = {};
 
     int i = work.first;
 #pragma unroll 1
