@@ -410,8 +410,7 @@ void mma_bwd(const Call& a, const Backward& b) {
       Tensor memory;
       const ItemList list = list_items(a, Tiles::kKeys, false, memory, stream);
       const Workspace workspace = prepare_workspace(a, b, 1, kQueryTile * width, stream);
-      Params<T> params = {
-          bwd_params<T, Packed<const T>>(a, b, list, workspace, packed_inputs<T>(a))};
+      Params<T> params = {{a, b, list, workspace, packed_inputs<T>(a)}};
       launch_in_turns(a.op, attention_mma_bwd_kernel<T, width, warps, drops, casts>, params,
                       warps * kWarp, sizeof(Tiles), device, stream);
     };

@@ -302,12 +302,14 @@ void mma_fwd(const Call& a, const Forward& f) {
     using T = decltype(zero);
     constexpr size_t kShared = sizeof(FwdTiles<width>);
     const auto kernel = attention_mma_fwd_kernel<T, width, drops, casts>;
+    const Params<T> params{
+        {a, list, packed_inputs<T>(a)}, f.out.data_ptr(), f.lse.mutable_data_ptr<float>(), f.cast};
     launch({.op = a.op,
             .grid = static_cast<unsigned>(resident_blocks(kernel, kMmaThreads, device, kShared)),
             .block = kMmaThreads,
             .shared = kShared,
             .stream = stream},
-           kernel, fwd_params<Packed<const T>>(a, f, list, packed_inputs<T>(a)));
+           kernel, params);
   });
 }
 

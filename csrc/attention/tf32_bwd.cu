@@ -339,8 +339,7 @@ void tf32_bwd(const Call& a, const Backward& b) {
   Tensor memory;
   const ItemList list = list_items(a, kSide, false, memory, stream);
   const Workspace workspace = prepare_workspace(a, b, kWarps, kAcross * kFragment, stream);
-  Params params = {
-      bwd_params<float, Packed<const float>>(a, b, list, workspace, packed_inputs<float>(a))};
+  Params params = {{a, b, list, workspace, packed_inputs<float>(a)}};
   const auto kernel = params.dropout.threshold > 0 ? attention_tf32_bwd_kernel<true>
                                                    : attention_tf32_bwd_kernel<false>;
   launch_in_turns(a.op, kernel, params, kThreads, sizeof(FloatTiles), device, stream);

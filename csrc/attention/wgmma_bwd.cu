@@ -600,7 +600,7 @@ void wgmma_bwd(const Call& a, const Backward& b) {
             .stream = stream,
             .dependent = true},
            attention_wgmma_bwd_kernel<T, width, drops, casts>,
-           Params<T>{bwd_params<T, CUtensorMap>(a, b, list, workspace, input), bits});
+           Params<T>{{a, b, list, workspace, input}, bits});
   });
 }
 

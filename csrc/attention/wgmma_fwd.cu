@@ -294,7 +294,7 @@ void wgmma_fwd(const Call& a, const Forward& f) {
   Tensor memory;
   const ItemList list = list_items(a, 0, true, memory, stream);
   const auto input = [](const char*, const Tensor& x) { return tensor_map_of_heads(x, kTile); };
-  const Params params = fwd_params<CUtensorMap>(a, f, list, input);
+  const Params params{{a, list, input}, f.out.data_ptr(), f.lse.mutable_data_ptr<float>(), f.cast};
   dispatch_long(a, f.cast, [&](auto zero, auto width, auto drops, auto casts) {
     launch({.op = a.op,
             .grid = static_cast<unsigned>(resident_blocks(device, 1)),

@@ -139,38 +139,39 @@ __device__ __forceinline__ void store_gradient(const Result<T>& to,
   }
 }
 
-// Forward's parameters. Input: what a kernel loads from.
+// The parameters of both passes. Input: what a kernel loads from.
 template <typename Input>
-struct FwdParams {
+struct LongParams {
   Input q, k, v;
   ItemList list;
-  void* out;   // [Tq, H, D]
-  float* lse;  // [Tq, H]
-  int heads, width;
+  int rows_q, heads, width;
   bool causal;
-  float scale, keep_scale;  // keep_scale: 1 / (1 - p)
+  float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
   Dropout dropout;
-  Cast cast;  // of out
+
+  // input(name, x): what the kernel loads x from.
+  template <typename Function>
+  LongParams(const Call& a, const ItemList& list, const Function& input)
+      : q(input("q", a.q)),
+        k(input("k", a.k)),
+        v(input("v", a.v)),
+        list(list),
+        rows_q(static_cast<int>(a.q.size(0))),
+        heads(static_cast<int>(a.q.size(1))),
+        width(static_cast<int>(a.q.size(2))),
+        causal(a.causal),
+        scale(static_cast<float>(a.scale)),
+        keep_scale(a.keep_scale()),
+        grad_scale(a.grad_scale()),
+        dropout(dropout_of(a)) {}
 };
 
-// input(name, x): what the kernel loads x from.
-template <typename Input, typename Function>
-FwdParams<Input> fwd_params(const Call& a, const Forward& f, const ItemList& list,
-                            const Function& input) {
-  return {.q = input("q", a.q),
-          .k = input("k", a.k),
-          .v = input("v", a.v),
-          .list = list,
-          .out = f.out.data_ptr(),
-          .lse = f.lse.mutable_data_ptr<float>(),
-          .heads = static_cast<int>(a.q.size(1)),
-          .width = static_cast<int>(a.q.size(2)),
-          .causal = a.causal,
-          .scale = static_cast<float>(a.scale),
-          .keep_scale = a.keep_scale(),
-          .dropout = dropout_of(a),
-          .cast = f.cast};
-}
+template <typename Input>
+struct FwdParams : LongParams<Input> {
+  void* out;   // [Tq, H, D]
+  float* lse;  // [Tq, H]
+  Cast cast;   // of out
+};
 
 // Writes a warp's 16 rows of forward's results. token: of row r = lane / 4; rows: how many exist
 // from row r on. o: products of the exponentials with V; shift, sum: see end_softmax().
@@ -209,57 +210,36 @@ struct Workspace {
   Tensor of_queries, turns, sums;
 };
 
-// Backward's parameters. Input: what a kernel loads from. A block has a turn to add to a part of
-// dQ; each tile of queries has one part or several.
-template <typename T, typename Input>
-struct BwdParams {
-  Input dout, q, k, v;
-  Result<T> dq, dk, dv;
-  ItemList list;
-  const float* lse;      // [H, Tq], times log2(e) in 16 bits
-  const float* lse_low;  // [H, Tq]: the remainder that lse lacks; only in float32
-  const float* rowsum;   // [H, Tq]: D = (1 - p) rowsum(dO * O)
-  float* sums;           // dQ: [tiles of queries, H, parts, numbers of a part]
-  uint32_t* turns;  // [tiles of queries, H, parts]: how many blocks have added; zero at the start
-  int rows_q, heads, width;
-  bool causal;
-  float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
-  Dropout dropout;
-};
-
 // Allocates the workspace, computes lse and rowsum, and zeroes the counters. parts: of a tile of
 // queries of a head, with `numbers` of dQ each.
 Workspace prepare_workspace(const Call& a, const Backward& b, int64_t parts, int64_t numbers,
                             cudaStream_t stream);
 
-// input(name, x): what the kernel loads x from.
-template <typename T, typename Input, typename Function>
-BwdParams<T, Input> bwd_params(const Call& a, const Backward& b, const ItemList& list,
-                               const Workspace& workspace, const Function& input) {
-  const int64_t rows = a.q.size(0), heads = a.q.size(1);
-  const float* const lse = workspace.of_queries.const_data_ptr<float>();
-  return {.dout = input("dout", b.dout),
-          .q = input("q", a.q),
-          .k = input("k", a.k),
-          .v = input("v", a.v),
-          .dq = result_of<T>(a.op, "dq", b.dq, b.casts.dq),
-          .dk = result_of<T>(a.op, "dk", b.dk, b.casts.dk),
-          .dv = result_of<T>(a.op, "dv", b.dv, b.casts.dv),
-          .list = list,
-          .lse = lse,
-          .lse_low = lse + 2 * heads * rows,
-          .rowsum = lse + heads * rows,
-          .sums = workspace.sums.mutable_data_ptr<float>(),
-          .turns = static_cast<uint32_t*>(workspace.turns.data_ptr()),
-          .rows_q = static_cast<int>(rows),
-          .heads = static_cast<int>(heads),
-          .width = static_cast<int>(a.q.size(2)),
-          .causal = a.causal,
-          .scale = static_cast<float>(a.scale),
-          .keep_scale = a.keep_scale(),
-          .grad_scale = a.grad_scale(),
-          .dropout = dropout_of(a)};
-}
+// A block has a turn to add to a part of dQ; each tile of queries has one part or several.
+template <typename T, typename Input>
+struct BwdParams : LongParams<Input> {
+  Input dout;
+  Result<T> dq, dk, dv;
+  const float* lse;      // [H, Tq], times log2(e) in 16 bits
+  const float* rowsum;   // [H, Tq]: D = (1 - p) rowsum(dO * O)
+  const float* lse_low;  // [H, Tq]: the remainder that lse lacks; only in float32
+  float* sums;           // dQ: [tiles of queries, H, parts, numbers of a part]
+  uint32_t* turns;       // [tiles of queries, H, parts]: how many blocks have added; zero at first
+
+  template <typename Function>
+  BwdParams(const Call& a, const Backward& b, const ItemList& list, const Workspace& workspace,
+            const Function& input)
+      : LongParams<Input>(a, list, input),
+        dout(input("dout", b.dout)),
+        dq(result_of<T>(a.op, "dq", b.dq, b.casts.dq)),
+        dk(result_of<T>(a.op, "dk", b.dk, b.casts.dk)),
+        dv(result_of<T>(a.op, "dv", b.dv, b.casts.dv)),
+        lse(workspace.of_queries.const_data_ptr<float>()),
+        rowsum(lse + a.q.size(1) * a.q.size(0)),
+        lse_low(rowsum + a.q.size(1) * a.q.size(0)),
+        sums(workspace.sums.mutable_data_ptr<float>()),
+        turns(static_cast<uint32_t*>(workspace.turns.data_ptr())) {}
+};
 
 // Calls function(zero of the element type, columns that products have, whether there is dropout,
 // whether the kernel casts its results).
