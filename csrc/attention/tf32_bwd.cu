@@ -1,5 +1,5 @@
-// Attention of long sentences, backward, in float32, for heads of at most 64 columns. wgmma_bwd.cu
-// has the formulas, and explains how blocks of keys add to dQ in turn.
+// Attention of long sentences, backward, in float32, for heads of at most 64 columns. short_bwd.cu
+// has the formulas, turns.cuh explains how blocks of keys add to dQ in turn.
 //
 // The tensor cores multiply numbers of 11 bits (TF32). A float32 is the sum of two of them, high
 // and low, and a product of two float32 is high * high + high * low + low * high; what is left out

@@ -27,7 +27,7 @@ constexpr int kQueryTile = 64;
 
 template <typename T, typename Input>
 struct TurnParams : BwdParams<T, Input> {
-  int most_together = 0;
+  int most_together = 0;  // see launch_in_turns()
 };
 
 // When a block adds to a tile.

@@ -591,7 +591,8 @@ void wgmma_bwd(const Call& a, const Backward& b) {
     using Tiles = BwdTiles<width>;
     const Workspace workspace = prepare_workspace(a, b, 1, kBoxes<width> * 64 * 64, stream);
     const auto input = [&](const char*, const Tensor& x) {
-      return tensor_map_of_heads(x, &x == &a.k || &x == &a.v ? kTile : Tiles::kRows);
+      const bool of_keys = &x == &a.k || &x == &a.v;
+      return tensor_map_of_heads(x, of_keys ? kTile : Tiles::kRows);
     };
     launch({.op = a.op,
             .grid = static_cast<unsigned>(resident_blocks(device, 1)),
