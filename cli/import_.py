@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.start.commands import CommandError, own
+from lightseq_fairseq.cli.start.commands import own
 from lightseq_fairseq.cli.words.defaults import flag_of
 
 
@@ -25,11 +25,8 @@ def main(checkpoint: Path, output: Path) -> None:
         lightseq-import lightseq/checkpoint_best.pt model.pt
         lightseq-generate data-bin/wmt14_en_de --path model.pt --beam 4 --remove-bpe
     """
-    try:
-        command = convert(checkpoint, output)
-        click.echo(f"wrote {output}; to train it further:\n{command}")
-    except UserError as error:
-        raise CommandError("lightseq-import", str(error)) from error
+    command = convert(checkpoint, output)
+    click.echo(f"wrote {output}; to train it further:\n{command}")
 
 
 def convert(source: Path, target: Path) -> str:

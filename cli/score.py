@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import click
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.start.commands import CommandError, own
+from lightseq_fairseq.cli.start.commands import own
 from lightseq_fairseq.cli.translate.text_output import text_output
 from lightseq_fairseq.fairseq_compat import scoring
 
@@ -69,13 +69,10 @@ def main(row_file: Path | None, **options: Any) -> None:
     <unk> and <<unk>> are unknown words, in translations and references: each counts as one word
     and is never right.
     """
-    try:
-        row, line = score(**options)
-        if row_file is not None:
-            with text_output(row_file) as file:
-                file.write(json.dumps(row) + "\n")
-    except UserError as error:
-        raise CommandError("lightseq-score", str(error)) from error
+    row, line = score(**options)
+    if row_file is not None:
+        with text_output(row_file) as file:
+            file.write(json.dumps(row) + "\n")
     click.echo(line)
 
 
