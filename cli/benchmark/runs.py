@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import click
+import torch
 
 from lightseq_fairseq.base import result_rows
 from lightseq_fairseq.base.errors import UserError
@@ -64,6 +65,11 @@ def plan(
     systems = chosen(system_names, cases.SYSTEMS)
     gpu, about = machine(parsed, small, kept=output is not None)
     return able_systems(cases.why_not, parsed, systems), gpu, about
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The quantile ``share`` of ``values``, without interpolation."""
+    return sorted(values)[round((len(values) - 1) * share)]
 
 
 def take_turns(
@@ -165,8 +171,6 @@ def machine(cases: Iterable[Any], small: str, kept: bool) -> tuple[bool, Row]:
         UserError: there is no GPU and a case needs one (those of `SMALL` models do not; ``small``
             is the example for the message), or rows are kept but the commit is unknown.
     """
-    import torch
-
     gpu = torch.cuda.is_available()
     if not gpu and (big := [str(case) for case in cases if case.model not in SMALL]):
         raise UserError(
