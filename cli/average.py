@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.start.commands import CommandError, own
+from lightseq_fairseq.cli.start.commands import own
 
 Checkpoint = dict[str, Any]
 
@@ -54,18 +54,13 @@ def main(
         lightseq-average --inputs checkpoints --num-epoch-checkpoints 10 --output averaged.pt
         lightseq-average --inputs checkpoint98.pt checkpoint99.pt --output averaged.pt
     """
-    try:
-        paths = _chosen([*first, *more], epochs, updates, bound)
-        if output.resolve() in [path.resolve() for path in paths]:
-            raise UserError(
-                f"{output} is one of the checkpoints to average: choose another --output."
-            )
-        averaged = average(paths)
-        from lightseq_fairseq.checkpoints import saving
+    paths = _chosen([*first, *more], epochs, updates, bound)
+    if output.resolve() in [path.resolve() for path in paths]:
+        raise UserError(f"{output} is one of the checkpoints to average: choose another --output.")
+    averaged = average(paths)
+    from lightseq_fairseq.checkpoints import saving
 
-        saving.save(averaged, str(output))
-    except UserError as error:
-        raise CommandError("lightseq-average", str(error)) from error
+    saving.save(averaged, str(output))
     names = paths[0].name if len(paths) == 1 else f"{paths[-1].name} to {paths[0].name}"
     click.echo(f"{output}: average of {len(paths)} checkpoints, {names}")
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq.base import result_rows
-from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark import runs
 from lightseq_fairseq.cli.benchmark.generate import cases as generation
 from lightseq_fairseq.cli.benchmark.generate import rows as generation_rows
@@ -18,7 +16,7 @@ from lightseq_fairseq.cli.benchmark.runs import Bench, Unable
 from lightseq_fairseq.cli.benchmark.train import cases as training
 from lightseq_fairseq.cli.benchmark.train import corpus as corpora
 from lightseq_fairseq.cli.benchmark.train import rows as training_rows
-from lightseq_fairseq.cli.start.commands import CommandError, group
+from lightseq_fairseq.cli.start.commands import group
 
 
 @group("lightseq-bench")
@@ -121,7 +119,11 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     help="Data loading processes of each system.",
 )  # fmt: skip
 @_shared("train", rounds=3)
-def train(cases: Sequence[str], systems: str | None, output: Path | None, **options: Any) -> None:
+def train(
+    cases: Sequence[str], systems: str | None, output: Path | None, corpus: Path, pairs: int,
+    text: Path, masked: Path, tokens: int, vocabulary: int | None, logs: Path, rounds: int,
+    updates: int, warm_up: int | None, workers: int,
+) -> None:  # fmt: skip
     """Train on a generated corpus with several systems, and compare them.
 
     \b
@@ -132,20 +134,7 @@ def train(cases: Sequence[str], systems: str | None, output: Path | None, **opti
     busy, the theoretical minimum time of a step divided by its measured time (floor), peak memory,
     the time of the first 100 updates, and the step's time by part.
     """
-    _finish(_train, cases, systems, output, **options)
-
-
-def _train(
-    case_names: Sequence[str], system_names: str | None, output: Path | None, corpus: Path,
-    pairs: int, text: Path, masked: Path, tokens: int, vocabulary: int | None, logs: Path,
-    rounds: int, updates: int, warm_up: int | None, workers: int,
-) -> list[str]:  # fmt: skip
-    """Does the work of `train`; returns the case and system of each run that failed."""
-    cases = [training.Case.parse(word) for name in case_names for word in name.split(",")]
-    systems = runs.chosen(system_names, training.SYSTEMS)
-    gpu, about = runs.machine(cases, "tiny/256/bf16", kept=output is not None)
-    able = runs.able_systems(training.why_not, cases, systems)
-    words_of_roberta = vocabulary or corpora.MASKED_VOCABULARY
+    able, gpu, about = runs.plan(training, cases, systems, "tiny/256/bf16", output)
 
     def ensured(kind: training.Data) -> corpora.Corpus:
         if kind is training.Data.PAIRS:
@@ -158,7 +147,7 @@ def _train(
             training.Data.CLASSES: (training.CLASSES, corpora.SENTENCES),
         }[kind]
         return corpora.ensure_text(
-            masked / name, tokens, words_of_roberta, lines, "masked",
+            masked / name, tokens, vocabulary or corpora.MASKED_VOCABULARY, lines, "masked",
             has_classes=kind is training.Data.CLASSES,
         )  # fmt: skip
 
@@ -179,8 +168,7 @@ def _train(
     def row(case: training.Case, system: str, runs: list[training_rows.Run]) -> runs.Row:
         return training_rows.row(case, system, data[case.data], runs, about)
 
-    bench = Bench(measure, row, training_rows.table)
-    return runs.take_turns(bench, able, rounds, logs, output)
+    runs.take_turns(Bench(measure, row, training_rows.table), able, rounds, logs, output)
 
 
 @main.command()
@@ -217,8 +205,9 @@ def _train(
 )  # fmt: skip
 @_shared("generate", rounds=2)
 def generate(
-    cases: Sequence[str], systems: str | None, output: Path | None, **options: Any
-) -> None:
+    cases: Sequence[str], systems: str | None, output: Path | None, data: Path,
+    vocabulary: int | None, logs: Path, rounds: int, sentences: int | None, passes: int,
+) -> None:  # fmt: skip
     """Translate a newstest-like test set, compute its features, or continue prompts, with several
     systems, and compare them.
 
@@ -230,32 +219,7 @@ def generate(
     those of prompts), the time to decode or encode all sentences (without loading the model or
     reading text), the time per batch, and peak memory.
     """
-    _finish(_generate, cases, systems, output, **options)
-
-
-def _usual_vocabulary(shape: generation.Shape) -> int:
-    """Default number of words in a model's dictionary."""
-    if shape.is_masked:
-        return corpora.MASKED_VOCABULARY
-    return corpora.TEXT_VOCABULARY if shape.is_language_model else corpora.VOCABULARY
-
-
-def _usual_count(case: generation.Case) -> int:
-    """Default number of sentences or prompts in a run."""
-    if case.new:
-        return 16 if case.batch == 1 else 4 * (case.batch or 1)
-    return 200 if case.batch == 1 else test_set.SENTENCES
-
-
-def _generate(
-    case_names: Sequence[str], system_names: str | None, output: Path | None, data: Path,
-    vocabulary: int | None, logs: Path, rounds: int, sentences: int | None, passes: int,
-) -> list[str]:  # fmt: skip
-    """Does the work of `generate`; returns the case and system of each run that failed."""
-    cases = [generation.Case.parse(word) for name in case_names for word in name.split(",")]
-    systems = runs.chosen(system_names, generation.SYSTEMS)
-    gpu, about = runs.machine(cases, "tiny/b32/beam4/fp32", kept=output is not None)
-    able = runs.able_systems(generation.why_not, cases, systems)
+    able, gpu, about = runs.plan(generation, cases, systems, "tiny/b32/beam4/fp32", output)
     files = {}
     for model in dict.fromkeys(case.model for case in able):
         shape = generation.SHAPES[model]
@@ -276,21 +240,21 @@ def _generate(
         by_tokens = {"max_tokens": case.max_tokens} if case.batch is None else {}
         return generation_rows.row(case, system, runs, {**about, **by_tokens})
 
-    bench = Bench(measure, row, generation_rows.table)
-    return runs.take_turns(bench, able, rounds, logs, output)
+    runs.take_turns(Bench(measure, row, generation_rows.table), able, rounds, logs, output)
 
 
-def _finish(bench: Any, *arguments: Any, **options: Any) -> None:
-    """Runs the benchmark, and turns an error into one sentence."""
-    try:
-        result_rows.tabulate()
-        failed = bench(*arguments, **options)
-    except UserError as error:
-        raise CommandError("lightseq-bench", str(error)) from error
-    if failed:
-        raise CommandError(
-            "lightseq-bench", f"These runs failed: {', '.join(failed)}. Their logs say why."
-        )
+def _usual_vocabulary(shape: generation.Shape) -> int:
+    """Default number of words in a model's dictionary."""
+    if shape.is_masked:
+        return corpora.MASKED_VOCABULARY
+    return corpora.TEXT_VOCABULARY if shape.is_language_model else corpora.VOCABULARY
+
+
+def _usual_count(case: generation.Case) -> int:
+    """Default number of sentences or prompts in a run."""
+    if case.new:
+        return 16 if case.batch == 1 else 4 * (case.batch or 1)
+    return 200 if case.batch == 1 else test_set.SENTENCES
 
 
 if __name__ == "__main__":

@@ -114,24 +114,23 @@ def gpus(problems: list[Problem]) -> Facts:
 
     listed = library.visible(library.gpus(), os.environ)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0 and listed and torch.version.cuda is None:
-        text = (
-            f"The GPU (sm_{listed[0].capability[0]}{listed[0].capability[1]}) is not used, because "
-            f"torch {torch.__version__} is built without CUDA: install a torch with CUDA, then "
-            f"compile the kernels ({library.BUILD_COMMAND} in a checkout)."
-        )
-        problems.append(Problem("slow", text))
-    elif count == 0 and listed:
-        text = (
-            f"The GPU is not used, because torch's CUDA {torch.version.cuda} does not start on it: "
-            "install an NVIDIA driver for this CUDA version, or a torch for an older one."
-        )
-        problems.append(Problem("slow", text))
-    elif count == 0:
+    if count == 0:
         text = (
             "There is no GPU: PyTorch references run on the CPU, which is enough for small models "
             "and tests. For more, use a GPU of compute capability 8.0 or later."
         )
+        if listed and torch.version.cuda is None:
+            major, minor = listed[0].capability
+            text = (
+                f"The GPU (sm_{major}{minor}) is not used, because torch {torch.__version__} is "
+                "built without CUDA: install a torch with CUDA, then compile the kernels "
+                f"({library.BUILD_COMMAND} in a checkout)."
+            )
+        elif listed:
+            text = (
+                f"The GPU is not used, because torch's CUDA {torch.version.cuda} does not start on "
+                "it: install an NVIDIA driver for this CUDA version, or a torch for an older one."
+            )
         problems.append(Problem("slow", text))
     found = []
     for index in range(count):
@@ -201,11 +200,11 @@ def kernels(problems: list[Problem]) -> Facts:
 
 
 def settings(problems: list[Problem]) -> Facts:
-    variables = {**os.environ}
     for (name, value), effect in SLOW_SETTINGS.items():
-        if variables.get(name) == value:
+        if os.environ.get(name) == value:
             problems.append(Problem("slow", f"{name}={value} is set: {effect}. Unset it."))
-    return {name: variables[name] for name in sorted(variables) if name.startswith("LIGHTSEQ")}
+    ours = sorted(name for name in os.environ if name.startswith("LIGHTSEQ"))
+    return {name: os.environ[name] for name in ours}
 
 
 def command(problems: list[Problem]) -> Facts:
@@ -255,7 +254,8 @@ def summary(facts: dict[str, Facts]) -> Iterator[tuple[str, str]]:
     yield "lightseq_fairseq", facts["lightseq_fairseq"]["version"]
     yield "python", facts["python"]["version"]
     torch = facts["torch"]
-    yield "torch", _torch(torch) if torch else "not installed"
+    cuda = f"CUDA {torch['cuda']}" if torch and torch["cuda"] else "without CUDA"
+    yield "torch", f"{torch['version']}, {cuda}" if torch else "not installed"
     if facts["gpus"] is None:
         return
     fairseq = facts["fairseq"]
@@ -266,10 +266,6 @@ def summary(facts: dict[str, Facts]) -> Iterator[tuple[str, str]]:
         yield "links", _links(facts["links"])
     yield "kernels", _kernels(facts)
     yield "lightseq-train", facts["command"] or "not on the PATH"
-
-
-def _torch(torch: Facts) -> str:
-    return f"{torch['version']}, {'CUDA ' + torch['cuda'] if torch['cuda'] else 'without CUDA'}"
 
 
 def _gpu(gpu: Facts) -> str:
@@ -299,7 +295,11 @@ def details(facts: dict[str, Facts]) -> Iterator[tuple[str, str]]:
     if facts["gpus"] is None:
         return
     if facts["fairseq"]:
-        yield "import fairseq", _hook(facts["fairseq"]["import_hook"])
+        place, command = facts["fairseq"]["import_hook"], f"python -m {startup.__name__}"
+        works = f"works in lightseq's commands alone ({command}: everywhere)"
+        if place is not None:
+            works = f"works everywhere, by {place} ({command} --remove)"
+        yield "import fairseq", works
     nvcc, kernels = facts["nvcc"], facts["kernels"]
     yield "nvcc", f"{nvcc['version'] or 'unknown'} ({nvcc['path']})" if nvcc else "not found"
     if kernels["library"]:
@@ -307,15 +307,7 @@ def details(facts: dict[str, Facts]) -> Iterator[tuple[str, str]]:
     for state in ("available", "missing"):
         if kernels[state]:
             yield state, ", ".join(kernels[state])
-    for name, value in facts["settings"].items():
-        yield name, value
-
-
-def _hook(place: str | None) -> str:
-    command = f"python -m {startup.__name__}"
-    if place is None:
-        return f"works in lightseq's commands alone ({command}: everywhere)"
-    return f"works everywhere, by {place} ({command} --remove)"
+    yield from facts["settings"].items()
 
 
 @own("lightseq-doctor")

@@ -9,7 +9,7 @@ import click
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
-from lightseq_fairseq.cli.start.commands import CommandError, own
+from lightseq_fairseq.cli.start.commands import own
 
 # ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES, known here without the package.
 QUANTIZATIONS = (
@@ -50,35 +50,30 @@ def main(
         lightseq-export checkpoint_best.pt --to fairseq --output model.pt
         lightseq-export checkpoint_best.pt --to ctranslate2 --quantization int8 --output ct2
     """
-    try:
-        source = Path(checkpoint_in(str(source)))
-        suffix = ".pt" if to == "fairseq" else ""
-        output = output or source.with_name(f"{source.stem}-{to}{suffix}")
-        if output.exists() and not force:
-            raise UserError(
-                f"{output} exists already: choose another --output, or replace it with --force."
-            )
-        if quantization and to != "ctranslate2":
-            raise UserError(
-                "--quantization needs --to ctranslate2: add it, or remove --quantization."
-            )
-        if to != "fairseq":
-            _require(to)
-        from lightseq_fairseq.checkpoints import export
+    source = Path(checkpoint_in(str(source)))
+    suffix = ".pt" if to == "fairseq" else ""
+    output = output or source.with_name(f"{source.stem}-{to}{suffix}")
+    if output.exists() and not force:
+        raise UserError(
+            f"{output} exists already: choose another --output, or replace it with --force."
+        )
+    if quantization and to != "ctranslate2":
+        raise UserError("--quantization needs --to ctranslate2: add it, or remove --quantization.")
+    if to != "fairseq":
+        _require(to)
+    from lightseq_fairseq.checkpoints import export
 
-        trained = export.read(source)
-        if to == "fairseq":
-            if data is not None:
-                export.find_dictionaries(trained, data)
-            export.to_fairseq(trained, output)
+    trained = export.read(source)
+    if to == "fairseq":
+        if data is not None:
+            export.find_dictionaries(trained, data)
+        export.to_fairseq(trained, output)
+    else:
+        found = export.find_dictionaries(trained, data)
+        if to == "ctranslate2":
+            export.to_ctranslate2(trained, found, output, quantization)
         else:
-            found = export.find_dictionaries(trained, data)
-            if to == "ctranslate2":
-                export.to_ctranslate2(trained, found, output, quantization)
-            else:
-                export.to_safetensors(trained, found, output)
-    except UserError as error:
-        raise CommandError("lightseq-export", str(error)) from error
+            export.to_safetensors(trained, found, output)
     click.echo(f"wrote {output}")
 
 

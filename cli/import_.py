@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.start.commands import CommandError, own
+from lightseq_fairseq.cli.start.commands import own
 from lightseq_fairseq.cli.words.defaults import flag_of
 
 
@@ -25,45 +25,35 @@ def main(checkpoint: Path, output: Path) -> None:
         lightseq-import lightseq/checkpoint_best.pt model.pt
         lightseq-generate data-bin/wmt14_en_de --path model.pt --beam 4 --remove-bpe
     """
-    try:
-        command = convert(checkpoint, output)
-        click.echo(f"wrote {output}; to train it further:\n{command}")
-    except UserError as error:
-        raise CommandError("lightseq-import", str(error)) from error
-
-
-def convert(source: Path, target: Path) -> str:
-    """Converts the checkpoint; returns a command that trains the model further.
-
-    Raises:
-        UserError: ``source`` cannot be read or converted, or ``target`` exists already.
-    """
-    if target.exists():
-        raise UserError(f"{target} exists already: choose another OUTPUT.")
+    if output.exists():
+        raise UserError(f"{output} exists already: choose another OUTPUT.")
     from lightseq_fairseq.checkpoints import original_lightseq, saving
 
     # isort: split
     from lightseq_fairseq.fairseq_compat.checkpoints import read_checkpoint
 
     try:
-        with open(source, "rb") as file:
+        with open(checkpoint, "rb") as file:
             original = read_checkpoint(file, "cpu")
     except OSError as error:
         raise UserError(
-            f"{source} cannot be read ({error.strerror or error}): check its path."
+            f"{checkpoint} cannot be read ({error.strerror or error}): check its path."
         ) from error
     try:
         native = original_lightseq.to_native(original)
     except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-    saving.save(saving.own_storage(native), str(target))
+        raise UserError(f"{checkpoint}: {error}") from error
+    saving.save(saving.own_storage(native), str(output))
     if getattr(original.get("args"), "enable_quant", False):
         click.echo(
             "lightseq-import: note: the quantisation is dropped, because fairseq's model has none.",
             err=True,
         )
     flags = " ".join(_flags(native["args"]))
-    return f"lightseq-train DATA {flags} --finetune-from-model {target}"
+    click.echo(
+        f"wrote {output}; to train it further:\n"
+        f"lightseq-train DATA {flags} --finetune-from-model {output}"
+    )
 
 
 def _flags(args: Namespace) -> Iterator[str]:

@@ -12,11 +12,9 @@ from typing import Any, TextIO
 import click
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.start.commands import CommandError, own
+from lightseq_fairseq.cli.start.commands import own
 from lightseq_fairseq.cli.translate.text_output import text_output
 from lightseq_fairseq.fairseq_compat import scoring
-
-Row = dict[str, Any]
 
 
 @own("lightseq-score")
@@ -54,7 +52,11 @@ Row = dict[str, Any]
     "--json", "row_file", metavar="FILE", type=click.Path(path_type=Path),
     help="Also write the score and its signature to this file, as one JSON object.",
 )  # fmt: skip
-def main(row_file: Path | None, **options: Any) -> None:
+def main(
+    system: TextIO, reference: TextIO | None, test_set: str | None, language_pair: str | None,
+    detokenize: str | None, compound_split: bool, tokenize: str | None, lowercase: bool,
+    row_file: Path | None,
+) -> None:  # fmt: skip
     """Score translations, and print BLEU with the signature that makes it comparable.
 
     \b
@@ -68,31 +70,6 @@ def main(row_file: Path | None, **options: Any) -> None:
 
     <unk> and <<unk>> are unknown words, in translations and references: each counts as one word
     and is never right.
-    """
-    try:
-        row, line = score(**options)
-        if row_file is not None:
-            with text_output(row_file) as file:
-                file.write(json.dumps(row) + "\n")
-    except UserError as error:
-        raise CommandError("lightseq-score", str(error)) from error
-    click.echo(line)
-
-
-def score(
-    system: TextIO, reference: TextIO | None, test_set: str | None, language_pair: str | None,
-    detokenize: str | None, compound_split: bool, tokenize: str | None = None,
-    lowercase: bool = False,
-) -> tuple[Row, str]:  # fmt: skip
-    """Computes the score that `main` writes and prints.
-
-    Returns:
-        (row, line): ``row`` has "bleu" (0 to 100, two decimals) and "signature"; with
-        ``compound_split`` both keys have the prefix "compound_split_". ``line`` is the score in
-        sacrebleu's format.
-
-    Raises:
-        UserError: a file cannot be scored, or the options exclude each other.
     """
     from sacrebleu.metrics import BLEU
 
@@ -126,8 +103,11 @@ def score(
     result, signature = bleu(output.name, translations, references, metric)
     prefix = "compound_split_" if compound_split else ""
     result.name = f"{prefix.replace('_', '-')}BLEU"
-    row = {f"{prefix}bleu": round(result.score, 2), f"{prefix}signature": signature}
-    return row, result.format(width=2, signature=signature)
+    if row_file is not None:
+        row = {f"{prefix}bleu": round(result.score, 2), f"{prefix}signature": signature}
+        with text_output(row_file) as file:
+            file.write(json.dumps(row) + "\n")
+    click.echo(result.format(width=2, signature=signature))
 
 
 def bleu(

@@ -8,7 +8,6 @@ import sys
 
 import click
 
-from lightseq_fairseq.cli.checks import epoch
 from lightseq_fairseq.cli.start import ranks
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.words import defaults, registries
@@ -62,6 +61,8 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
             return defaults.complete([*arch, *argv], defaults.Machine())
         if not registries.uses_lightseq(argv):
             return argv
+        from lightseq_fairseq.cli.checks import epoch  # imports numpy, which --help does not need
+
         fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
         adaptive = registries.has_adaptive_softmax(argv)
         recipe = defaults.recipe_of(argv, adaptive)

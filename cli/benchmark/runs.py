@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import click
+import torch
 
 from lightseq_fairseq.base import result_rows
 from lightseq_fairseq.base.errors import UserError
@@ -45,9 +46,35 @@ class Bench(NamedTuple):
     table: Callable[[Sequence[Row]], list[str]]
 
 
+def plan(
+    cases: Any, case_names: Iterable[str], system_names: str | None, small: str,
+    output: Path | None,
+) -> tuple[dict[Any, list[str]], bool, Row]:  # fmt: skip
+    """What to run: (case -> systems, whether there is a GPU, columns of `machine`).
+
+    Args:
+        cases: the benchmark's module of this name.
+        case_names, system_names, output: options of the command.
+        small: the example of a small case for the message of `machine`.
+
+    Raises:
+        UserError: as for the functions below; or tables cannot be printed.
+    """
+    result_rows.tabulate()
+    parsed = [cases.Case.parse(word) for name in case_names for word in name.split(",")]
+    systems = chosen(system_names, cases.SYSTEMS)
+    gpu, about = machine(parsed, small, kept=output is not None)
+    return able_systems(cases.why_not, parsed, systems), gpu, about
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The quantile ``share`` of ``values``, without interpolation."""
+    return sorted(values)[round((len(values) - 1) * share)]
+
+
 def take_turns(
     bench: Bench, able: Mapping[Any, Sequence[str]], rounds: int, logs: Path, output: Path | None
-) -> list[str]:  # fmt: skip
+) -> None:
     """Runs the systems of each case, and writes and prints the rows.
 
     Args:
@@ -55,10 +82,8 @@ def take_turns(
         logs: the folder of the runs' files.
         output: the file of rows; rows of the same case and system are replaced.
 
-    Returns: the case and system of each run that failed.
-
     Raises:
-        UserError: no system can run here, or ``output`` cannot be written.
+        UserError: no system can run here, runs failed, or ``output`` cannot be written.
     """
     logs.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
@@ -84,14 +109,14 @@ def take_turns(
             new = [bench.row(case, system, its) for system, its in runs.items() if its]
             if new and output is not None:
                 old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
-                output.parent.mkdir(parents=True, exist_ok=True)
                 result_rows.write(merged(old, new), output)
         if new:
             measured = True
             click.echo("\n".join(bench.table(new)))
-    if not measured and not failed:
+    if failed:
+        raise UserError(f"These runs failed: {', '.join(failed)}. Their logs say why.")
+    if not measured:
         raise UserError("Nothing was measured: none of the systems can run here.")
-    return failed
 
 
 def able_systems(
@@ -146,8 +171,6 @@ def machine(cases: Iterable[Any], small: str, kept: bool) -> tuple[bool, Row]:
         UserError: there is no GPU and a case needs one (those of `SMALL` models do not; ``small``
             is the example for the message), or rows are kept but the commit is unknown.
     """
-    import torch
-
     gpu = torch.cuda.is_available()
     if not gpu and (big := [str(case) for case in cases if case.model not in SMALL]):
         raise UserError(

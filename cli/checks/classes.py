@@ -9,7 +9,7 @@ import numpy as np
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, binarised
-from lightseq_fairseq.cli.checks.pairs import SUBSET_FLAGS, folders_of, splits
+from lightseq_fairseq.cli.checks.pairs import folders_of, splits, subset_flag
 
 _HOW = (
     "binarise it with lightseq-preprocess --only-source and a --destdir that ends in {name}, as "
@@ -51,10 +51,9 @@ def classes(request: Request) -> None:
         stem = os.path.join(folder, "input0", split)
         sentences = binarised.find(stem, None)
         if sentences is None:
-            flag = SUBSET_FLAGS[command, split == args.train_subset]
             raise UserError(
                 f"{folder}/input0 contains no {split} split: {_HOW.format(name='input0')}, or "
-                f"choose another split with {flag}."
+                f"choose another split with {subset_flag(request, split)}."
             )
         counts = {stem: len(sentences.lengths)}
         binarised.check_words(sentences, len(words), everywhere=False)

@@ -66,7 +66,7 @@ def pairs(request: Request) -> None:
             raise UserError(
                 f"{folder} contains no split named {split} for {source}-{target}: binarise it with "
                 f"lightseq-preprocess ({prefix_flag(split)}), or choose another split with "
-                f"{SUBSET_FLAGS[command, split == args.train_subset]}."
+                f"{subset_flag(request, split)}."
             )
         reader = _reader_of_targets(command, args)
         if reader is not None and not _has_split(folder, split, target, source):
@@ -254,16 +254,12 @@ def prefix_flag(split: str) -> str:
     return f"--{kind}pref"
 
 
-SUBSET_FLAGS = {
-    ("train", True): "--train-subset",
-    ("train", False): "--valid-subset",
-    ("validate", True): "--valid-subset",
-    ("validate", False): "--valid-subset",
-    ("generate", True): "--gen-subset",
-    ("generate", False): "--gen-subset",
-    ("eval-lm", True): "--gen-subset",
-    ("eval-lm", False): "--gen-subset",
-}
+def subset_flag(request: Request, split: str) -> str:
+    """The flag that names a split."""
+    if request.command in ("generate", "eval-lm"):
+        return "--gen-subset"
+    is_trained = request.command == "train" and split == request.args.train_subset
+    return "--train-subset" if is_trained else "--valid-subset"
 
 
 def splits(

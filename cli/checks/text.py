@@ -13,11 +13,11 @@ import numpy as np
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, binarised
 from lightseq_fairseq.cli.checks.pairs import (
-    SUBSET_FLAGS,
     folders_of,
     other_form,
     prefix_flag,
     splits,
+    subset_flag,
 )
 from lightseq_fairseq.cli.words.defaults import flag_of
 
@@ -28,7 +28,7 @@ def text(request: Request) -> None:
     A split is checked with a sample of each file; `inside_fairseq` checks all tokens.
     """
     command, args = request.command, request.args
-    words, lengths = _files(command, args)
+    words, lengths = _files(request)
     _blocks(command, args, lengths)
     if command == "train":
         _adaptive(args, len(words))
@@ -36,16 +36,14 @@ def text(request: Request) -> None:
 
 def masked_text(request: Request) -> None:
     """Raises UserError if the data are no running text, or tokens cannot be masked as asked."""
-    command, args = request.command, request.args
-    words, _ = _files(command, args, masked=True)
+    args = request.args
+    words, _ = _files(request, masked=True)
     _masks(args, words)
-    if command == "train" and args.mask_whole_words:  # otherwise --bpe may be the checkpoint's
+    if request.command == "train" and args.mask_whole_words:  # else --bpe may be the checkpoint's
         _whole_words(args)
 
 
-def _files(
-    command: str, args: argparse.Namespace, masked: bool = False
-) -> tuple[Any, list[np.ndarray]]:
+def _files(request: Request, masked: bool = False) -> tuple[Any, list[np.ndarray]]:
     """Checks the dictionary and the splits that the command reads.
 
     masked: for the task masked_lm, which adds the word <mask> and reads no text files.
@@ -55,6 +53,7 @@ def _files(
     """
     from fairseq.data import Dictionary
 
+    args = request.args
     folders = folders_of(args)
     path = os.path.join(folders[0], "dict.txt")
     if not os.path.isfile(path):
@@ -70,7 +69,7 @@ def _files(
     if masked:
         words.add_symbol("<mask>")
     lengths = []
-    for folder, split in splits(command, args, folders):
+    for folder, split in splits(request.command, args, folders):
         stem = os.path.join(folder, split)
         is_text = not masked and os.path.isfile(stem)
         is_binarised = any(os.path.isfile(stem + ending) for ending in (".idx", ".bin"))
@@ -80,10 +79,10 @@ def _files(
                     f"{stem}.None-None is the {split} split as lightseq-preprocess --dataset-impl "
                     f"raw names it, but --task {args.task} reads {split}: rename the file."
                 )
-            flag = SUBSET_FLAGS[command, split == args.train_subset]
             raise UserError(
                 f"{folder} contains no {split} split: binarise one with lightseq-preprocess "
-                f"--only-source ({prefix_flag(split)}), or choose another split with {flag}."
+                f"--only-source ({prefix_flag(split)}), or choose another split with "
+                f"{subset_flag(request, split)}."
             )
         implementation = None if masked else args.dataset_impl  # masked_lm ignores the flag
         is_there = is_text if implementation == "raw" else is_binarised

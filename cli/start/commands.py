@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from lightseq_fairseq import __version__
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.words import command_lines
 
 _Command = TypeVar("_Command")
@@ -28,11 +29,18 @@ class CommandError(click.ClickException):
 
 
 class OneSentence(click.Command):
-    """A command that reports wrong usage in one sentence, where click would print several lines."""
+    """A command that reports wrong usage in one sentence, where click would print several lines,
+    and a UserError without a traceback."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with _usage_errors(ctx):
             return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            raise CommandError(_names(ctx)[0], str(error)) from error
 
 
 class OneSentenceGroup(click.Group):
@@ -51,15 +59,21 @@ class OneSentenceGroup(click.Group):
             return super().resolve_command(ctx, args)
 
 
-@contextmanager
-def _usage_errors(ctx: click.Context) -> Iterator[None]:
-    """Turns click's usage errors within the block into a `CommandError`."""
+def _names(ctx: click.Context) -> list[str]:
+    """The name of the program, and that of its subcommand if there is one."""
     # python -m lightseq_fairseq has the commands as its subcommands; a command's own name begins
     # with lightseq-, and only lightseq-bench has subcommands of its own.
     names, outer = [str(ctx.command.name)], ctx.parent
     while outer is not None and not names[0].startswith("lightseq-"):
         names.insert(0, str(outer.command.name))
         outer = outer.parent
+    return names
+
+
+@contextmanager
+def _usage_errors(ctx: click.Context) -> Iterator[None]:
+    """Turns click's usage errors within the block into a `CommandError`."""
+    names = _names(ctx)
     program = " ".join(names)
     try:
         yield

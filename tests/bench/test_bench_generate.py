@@ -319,7 +319,7 @@ def test_a_language_model_ends_no_text(model: str, tmp_path: Path) -> None:
     (built,), _ = checkpoint_utils.load_model_ensemble([str(made.checkpoint)])
     weight = built.decoder.output_projection.weight
     assert not weight[corpus.EOS].any() and weight[corpus.EOS + 1].any()
-    assert test_set.vocabulary(made) == 300 and not (made.folder / "test.en-de.en.bin").exists()
+    assert made.vocabulary == 300 and not (made.folder / "test.en-de.en.bin").exists()
 
 
 def test_prompts_are_continued(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def state_of(native: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
     """The baseline's state dict with the weights of fairseq's model."""
     names = {
         "embedding": "embed_tokens", "output": "output_projection", "learned": "embed_positions",
-        "last_norm": "layer_norm",
+        "decoder_norm": "layer_norm",
     }  # fmt: skip
     state = {}
     for kind in ("weight", "bias"):
@@ -191,7 +191,7 @@ def test_baseline_computes_fairseqs_loss(model: str, text: corpus.Corpus) -> Non
     missing, unexpected = baseline.load_state_dict(state_of(network.state_dict(), 2), strict=False)
     assert unexpected == [] and missing == ["positions"] * (not shape.positions)
     batch = next(compiled.batches(text.folder, case, workers=0))
-    inputs = {"src_tokens": batch.previous}
+    inputs = {"src_tokens": batch.tokens}
     sample = {"net_input": inputs, "target": batch.target, "ntokens": 48}
     with torch.no_grad():
         expected = criterion(network, sample)[0].item()
@@ -212,7 +212,7 @@ def test_baseline_reads_whole_batches(text: corpus.Corpus) -> None:
     assert sorted(blocks.tolist()) == sorted(stream.tolist())
     assert blocks.tolist() != stream.tolist()  # shuffled
     for batch in epoch:  # the input is the text, one token later
-        assert torch.equal(batch.previous[:, 1:], batch.target[:, :-1])
+        assert torch.equal(batch.tokens[:, 1:], batch.target[:, :-1])
     dozen = next(compiled.batches(text.folder, Case.parse("lm_tiny/64x12/bf16"), workers=0))
     assert dozen.target.shape == (12, 64)  # also where fairseq would prefer a multiple of 8
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.train import compiled, corpus, masked_batches, rows
-from lightseq_fairseq.cli.benchmark.train.batches import Masked
+from lightseq_fairseq.cli.benchmark.train.batches import Blocks
 from lightseq_fairseq.cli.benchmark.train.cases import (
     MASKED,
     SHAPES,
@@ -210,9 +210,9 @@ def test_packing_keeps_samples_and_fills_the_rest() -> None:
 @pytest.mark.parametrize("name", [BLOCKS, MIX])
 def test_batches_are_of_one_size(name: str, system: str, texts: Path) -> None:
     case = Case.parse(name)
-    found = compiled.drawn(folder_of(case, texts), case, system, 10_000, workers=0)
+    found = masked_batches.drawn(folder_of(case, texts), case, system, 10_000, workers=0)
     assert len({tuple(x.shape for x in batch) for batch in found}) == 1
-    real = [int(batch.counted.ne(PAD).sum()) for batch in found]
+    real = [int(batch.tokens.ne(PAD).sum()) for batch in found]
     if case.block:
         assert set(real) == {case.max_tokens} and len(found) == TOKENS // 63 // 4
     elif system == "torch_compile":
@@ -222,13 +222,13 @@ def test_batches_are_of_one_size(name: str, system: str, texts: Path) -> None:
         assert all(20 <= tokens <= 512 for tokens in real)
     share = sum(int(batch.target.ne(PAD).sum()) for batch in found) / sum(real)
     assert share == pytest.approx(corpus.MASKED_SHARE, rel=0.01)
-    assert len(compiled.drawn(folder_of(case, texts), case, system, 3, workers=0)) == 3
+    assert len(masked_batches.drawn(folder_of(case, texts), case, system, 3, workers=0)) == 3
 
 
 def test_a_text_without_a_batch_is_refused(texts: Path) -> None:
     case = Case("roberta_tiny", 1 << 20, "bf16")
     with pytest.raises(ValueError, match=f"no batch of {case} can be made of"):
-        compiled.drawn(texts / "bertmix", case, "torch_compile", 5, workers=0)
+        masked_batches.drawn(texts / "bertmix", case, "torch_compile", 5, workers=0)
 
 
 # --- models
@@ -303,7 +303,7 @@ def test_hugging_faces_model_does_the_same_work() -> None:
     tokens, target = masked_batches.padded(samples([20, 100, 33]), 512)
     with torch.no_grad():
         logits = network.model(tokens, attention_mask=tokens.ne(PAD).long()).logits
-        loss = network(*Masked(tokens, target))
+        loss = network(*Blocks(tokens, target))
         expected = functional.cross_entropy(
             logits.flatten(0, 1), target.flatten(), ignore_index=PAD, reduction="sum"
         )

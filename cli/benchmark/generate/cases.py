@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import torch  # noqa: F401  (loads cuBLAS, see `_cublas`)
+
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.train.cases import (
     FOR_TORCH,
@@ -106,7 +108,8 @@ class System(NamedTuple):
     """How a case is run.
 
     Attributes:
-        module: the module of this package that runs it; None: `decode` or, for RoBERTa, `encode`.
+        module: the module of this package that runs it, with the package of the system's name;
+            None: `decode` or, for RoBERTa, `encode`.
         warm_up: passes over the test set before the timed ones. In the warm-up, ours captures a
             graph for each shape, and all systems fill their memory pools.
         native: use fairseq's own model and search.
@@ -133,12 +136,9 @@ def why_not(system: str, case: Case) -> str | None:
         return "transformers has no such translation model."
     if system == "transformers" and case.new and not _is_gpt2(case.shape):
         return "transformers runs only GPT-2 here, and this model differs from it."
-    if system in _PACKAGES and importlib.util.find_spec(system) is None:
+    if SYSTEMS[system].module and importlib.util.find_spec(system) is None:
         return f"{system} is not installed."
     return None
-
-
-_PACKAGES = ("ctranslate2", "transformers")
 
 
 def _is_gpt2(shape: Shape) -> bool:
@@ -179,8 +179,6 @@ def environment(system: str, logs: Path) -> dict[str, str]:
 
 def _cublas() -> list[Path]:
     """The files of cuBLAS that torch has loaded in this process."""
-    import torch  # noqa: F401
-
     maps = Path("/proc/self/maps")
     text = maps.read_text(encoding="utf-8") if maps.exists() else ""
     return sorted({Path(name) for name in re.findall(r"/\S+/libcublas(?:Lt)?\.so\S*", text)})

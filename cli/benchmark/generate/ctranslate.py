@@ -9,11 +9,11 @@ contains the reason.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
+from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli.benchmark.generate import stopwatch
 from lightseq_fairseq.cli.benchmark.generate.cases import PRECISIONS
 from lightseq_fairseq.cli.benchmark.generate.test_set import TestSet
@@ -22,8 +22,6 @@ from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 
 def main() -> None:
     given = stopwatch.arguments(__doc__)
-    from lightseq_fairseq import fairseq_compat
-
     fairseq_compat.prepare()
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -37,13 +35,9 @@ def main() -> None:
         sample["text"] = _text(sample["net_input"]["src_tokens"], task.source_dictionary)
     model = _model(given.data)
     memory, began = MemoryMeter(gpu=not given.cpu), time.perf_counter()
-    try:
+    with stopwatch.or_unable(given):
         translate = _translator(given, model)
         translate(samples[0])
-    except (RuntimeError, ValueError) as error:  # a missing library or an unsupported precision
-        reason = " ".join(str(error).split())
-        given.report.write_text(json.dumps({"unable": reason}) + "\n", encoding="utf-8")
-        return
     load_s = time.perf_counter() - began
     # CTranslate2's allocator never returns memory to the GPU: memory in use at the end is the peak.
     stopwatch.measure(given, samples, translate, load_s, memory)

@@ -15,6 +15,8 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 from lightseq_fairseq import cli
 from lightseq_fairseq.cli.benchmark.generate import stopwatch
 from lightseq_fairseq.cli.benchmark.generate.cases import PRECISIONS
@@ -33,7 +35,6 @@ def main() -> None:
 
 
 def _run(given: argparse.Namespace, words: list[str]) -> None:
-    import torch
     from fairseq import checkpoint_utils, options, tasks, utils
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 

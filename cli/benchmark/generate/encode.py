@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
+
 from lightseq_fairseq import RobertaModel, fairseq_compat
 from lightseq_fairseq.cli.benchmark.generate import stopwatch
 from lightseq_fairseq.cli.benchmark.generate.cases import PRECISIONS
@@ -20,7 +22,6 @@ from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 def main() -> None:
     given = stopwatch.arguments(__doc__)
     fairseq_compat.prepare()
-    import torch
     from fairseq.models.roberta import RobertaModel as Native
 
     gpu, files = not given.cpu, given.data

@@ -10,16 +10,19 @@ cache, RoBERTa computes features.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import transformers
+
+from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli.benchmark.generate import stopwatch
 from lightseq_fairseq.cli.benchmark.generate.cases import PRECISIONS, positions
-from lightseq_fairseq.cli.benchmark.generate.test_set import vocabulary
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 from lightseq_fairseq.cli.benchmark.train.corpus import EOS
+from lightseq_fairseq.cli.benchmark.train.hugging_face import config
 
 Samples = list[dict[str, Any]]
 Run = Callable[[dict[str, Any]], list[int]]
@@ -27,38 +30,27 @@ Run = Callable[[dict[str, Any]], list[int]]
 
 def main() -> None:
     given = stopwatch.arguments(__doc__)
-    import torch
-
     memory, began = MemoryMeter(gpu=not given.cpu), time.perf_counter()
     torch.manual_seed(0)
     run = _continuing(given) if given.case.new else _encoding(given)
     samples = _prompts(given) if given.case.new else _sentences(given)
-    try:
+    with stopwatch.or_unable(given):
         run(samples[0])
-    except (RuntimeError, ValueError, TypeError) as error:  # a version that cannot do this
-        reason = " ".join(str(error).split())
-        given.report.write_text(json.dumps({"unable": reason}) + "\n", encoding="utf-8")
-        return
     load_s = time.perf_counter() - began
     stopwatch.measure(given, samples, run, load_s, memory)
 
 
 def _placed(model: Any, given: argparse.Namespace) -> Any:
     """The model in the case's precision on the device, for evaluation."""
-    import torch
-
     dtype = getattr(torch, PRECISIONS[given.case.precision])
     return model.eval().to("cpu" if given.cpu else "cuda", dtype)
 
 
 def _continuing(given: argparse.Namespace) -> Run:
     """GPT-2 for `stopwatch.measure`."""
-    import torch
-    import transformers
-
     case, shape = given.case, given.case.shape
     config = transformers.GPT2Config(
-        vocab_size=vocabulary(given.data), n_positions=positions(shape), n_embd=shape.width,
+        vocab_size=given.data.vocabulary, n_positions=positions(shape), n_embd=shape.width,
         n_layer=shape.decoder_layers, n_head=shape.heads, n_inner=shape.ffn,
         activation_function=shape.activation, tie_word_embeddings=shape.tied, bos_token_id=EOS,
         eos_token_id=None,
@@ -83,10 +75,8 @@ def _continuing(given: argparse.Namespace) -> Run:
 
 
 def _prompts(given: argparse.Namespace) -> Samples:
-    import torch
-
     samples = []
-    for prompts in stopwatch.prompts(given.case, given.sentences, vocabulary(given.data)):
+    for prompts in stopwatch.prompts(given.case, given.sentences, given.data.vocabulary):
         first = prompts.new_full((len(prompts), 1), EOS)
         samples.append({"tokens": torch.cat((first, prompts), 1), "nsentences": len(prompts)})
     return samples
@@ -94,13 +84,8 @@ def _prompts(given: argparse.Namespace) -> Samples:
 
 def _encoding(given: argparse.Namespace) -> Run:
     """RoBERTa for `stopwatch.measure`."""
-    import torch
-    import transformers
-
-    from lightseq_fairseq.cli.benchmark.train.hugging_face import config
-
     shape = given.case.shape
-    sizes = config(shape, shape.words(vocabulary(given.data)))
+    sizes = config(shape, shape.words(given.data.vocabulary))
     model = _placed(transformers.RobertaModel(sizes, add_pooling_layer=False), given)
     # Lengths differ from batch to batch: one compilation, and a CUDA graph for each shape.
     compiled = model if given.cpu else torch.compile(model, mode="reduce-overhead", dynamic=True)
@@ -115,8 +100,6 @@ def _encoding(given: argparse.Namespace) -> Run:
 
 
 def _sentences(given: argparse.Namespace) -> Samples:
-    from lightseq_fairseq import fairseq_compat
-
     fairseq_compat.prepare()
     from fairseq.data import Dictionary
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightseq_fairseq.base import result_rows
 from lightseq_fairseq.cli.benchmark.generate.cases import Case
-from lightseq_fairseq.cli.benchmark.runs import Row
+from lightseq_fairseq.cli.benchmark.runs import Row, quantile
 
 
 def row(case: Case, system: str, runs: Sequence[Row], about: Row) -> Row:
@@ -29,10 +29,10 @@ def row(case: Case, system: str, runs: Sequence[Row], about: Row) -> Row:
         "sentences_per_s": round(last["sentences"] / decode_s, 2),
         "tokens_per_s": round(last["tokens"] / decode_s),
         "decode_s": round(decode_s, 4),
-        "decode_s_p20": round(_quantile(passes, 0.2), 4),
-        "decode_s_p80": round(_quantile(passes, 0.8), 4),
-        "p50_ms": round(1e3 * _quantile(batches, 0.5), 3),
-        "p99_ms": round(1e3 * _quantile(batches, 0.99), 3),
+        "decode_s_p20": round(quantile(passes, 0.2), 4),
+        "decode_s_p80": round(quantile(passes, 0.8), 4),
+        "p50_ms": round(1e3 * quantile(batches, 0.5), 3),
+        "p99_ms": round(1e3 * quantile(batches, 0.99), 3),
         "load_s": round(statistics.median(run["load_s"] for run in runs), 2),
         "first_s": round(statistics.median(run["first_s"] for run in runs), 3),
         "peak_gib": round(max(run["peak_gib"] for run in runs), 2),
@@ -40,11 +40,6 @@ def row(case: Case, system: str, runs: Sequence[Row], about: Row) -> Row:
         "tokens": last["tokens"],
         "rounds": len(runs),
     }
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """The quantile ``share`` of ``values``, without interpolation."""
-    return sorted(values)[round((len(values) - 1) * share)]
 
 
 def table(rows: Sequence[Row]) -> list[str]:

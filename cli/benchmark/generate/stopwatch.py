@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightseq_fairseq.cli.benchmark.generate.cases import Case
 from lightseq_fairseq.cli.benchmark.generate.test_set import SEED, SPLIT, TestSet
@@ -37,14 +40,14 @@ def generation_words(given: argparse.Namespace) -> list[str]:
     """Arguments of fairseq-generate: hypotheses are as long as the longest source of their batch,
     or as the case says."""
     case: Case = given.case
+    words = [str(given.data.folder), "--path", str(given.data.checkpoint)]
+    words += ["--beam", str(case.beam)]
+    words += ["--fp16"] * (case.precision == "fp16") + ["--cpu"] * given.cpu
+    # fairseq's maximum length counts a prompt, but not </s>; the length of a source counts </s>.
     if case.new:
-        # fairseq's maximum length counts the prompt, but not </s>.
-        words = [str(given.data.folder), "--path", str(given.data.checkpoint), "--beam", "1"]
-        words += ["--task", "language_modeling", "--max-len-b", str(case.prompt + case.new - 1)]
-        return words + ["--fp16"] * (case.precision == "fp16") + ["--cpu"] * given.cpu
-    words = [str(given.data.folder), "--path", str(given.data.checkpoint), "-s", SOURCE]
-    words += ["-t", TARGET, "--gen-subset", SPLIT, "--beam", str(case.beam), "--num-workers", "0"]
-    # fairseq's maximum length does not count </s>; the length of a source does.
+        longest = case.prompt + case.new - 1
+        return [*words, "--task", "language_modeling", "--max-len-b", str(longest)]
+    words += ["-s", SOURCE, "-t", TARGET, "--gen-subset", SPLIT, "--num-workers", "0"]
     words += ["--max-len-a", "1", "--max-len-b=-1", "--distributed-world-size", "1"]
     if case.batch is None:
         # With fairseq's default, 8, the three longest sentences would form their own batch, with a
@@ -52,7 +55,7 @@ def generation_words(given: argparse.Namespace) -> list[str]:
         words += ["--max-tokens", str(case.max_tokens), "--required-batch-size-multiple", "1"]
     else:
         words += ["--batch-size", str(case.batch)]
-    return words + ["--fp16"] * (case.precision == "fp16") + ["--cpu"] * given.cpu
+    return words
 
 
 def batches(task: Any, cfg: Any, sentences: int) -> list[dict[str, Any]]:
@@ -87,8 +90,6 @@ def sentence_batches(given: argparse.Namespace, words: Any) -> list[dict[str, An
 def prompts(case: Case, count: int, vocabulary: int) -> list[Any]:
     """``count`` prompts of random words, in full batches (at least one): int64 [batch, prompt] on
     the CPU."""
-    import torch
-
     assert case.batch is not None
     random = torch.Generator().manual_seed(SEED)
     shape = (max(count // case.batch, 1), case.batch, case.prompt)
@@ -97,8 +98,6 @@ def prompts(case: Case, count: int, vocabulary: int) -> list[Any]:
 
 def prompt_batches(task: Any, case: Case, count: int) -> list[dict[str, Any]]:
     """The batches of `prompts`, collated as in fairseq-interactive."""
-    import torch
-
     words, found = task.source_dictionary, []
     for batch in prompts(case, count, len(words)):
         tokens = [torch.cat((prompt, torch.tensor([words.eos()]))) for prompt in batch]
@@ -110,20 +109,27 @@ def prompt_batches(task: Any, case: Case, count: int) -> list[dict[str, Any]]:
 
 def rows_of(features: Any) -> list[int]:
     """The number of rows of each sentence of features [B, L, C]; waits until the GPU has them."""
-    import torch
-
     if features.is_cuda:
         torch.cuda.synchronize()
     return [features.shape[1]] * len(features)
 
 
+@contextmanager
+def or_unable(given: argparse.Namespace) -> Iterator[None]:
+    """If the block cannot run here, reports the reason and exits: for a missing library, or a
+    version or a precision that it does not support."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        given.report.write_text(json.dumps({"unable": reason}) + "\n", encoding="utf-8")
+        raise SystemExit(0) from error
+
+
 def measure(
-    given: argparse.Namespace,
-    samples: Sequence[dict[str, Any]],
-    translate: Callable[[dict[str, Any]], list[int]],
-    load_s: float,
-    memory: MemoryMeter,
-) -> None:
+    given: argparse.Namespace, samples: Sequence[dict[str, Any]],
+    translate: Callable[[dict[str, Any]], list[int]], load_s: float, memory: MemoryMeter,
+) -> None:  # fmt: skip
     """Translates the samples ``--warm-up`` + ``--passes`` times and writes the report.
 
     Args:

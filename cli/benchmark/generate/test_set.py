@@ -16,6 +16,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.base import files
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.generate.cases import positions
@@ -25,7 +28,6 @@ from lightseq_fairseq.cli.benchmark.train.corpus import EOS, SOURCE, TARGET
 
 SENTENCES, SEED = 3003, 2014
 SPLIT = "test"
-_MANIFEST = "test_set.json"
 
 
 class TestSet(NamedTuple):
@@ -46,6 +48,15 @@ class TestSet(NamedTuple):
     def ctranslate2(self) -> Path:
         """The folder of the model for CTranslate2; `ctranslate` creates it."""
         return self.folder / "ctranslate2"
+
+    @property
+    def manifest(self) -> Path:
+        return self.folder / "test_set.json"
+
+    @property
+    def vocabulary(self) -> int:
+        """Words of the dictionary."""
+        return int(json.loads(self.manifest.read_text(encoding="utf-8"))["vocabulary"])
 
 
 def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
@@ -69,9 +80,9 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
             if sentences:
                 corpus.write_split(part, SPLIT, sentences, vocabulary, SEED)
             _write_checkpoint(TestSet(part), shape, folder)
-            (part / _MANIFEST).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+            TestSet(part).manifest.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
     try:
-        found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        found = json.loads(TestSet(folder).manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         found = None
     if found != wanted:
@@ -82,18 +93,9 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
     return TestSet(folder)
 
 
-def vocabulary(test_set: TestSet) -> int:
-    """Words of the dictionary."""
-    found = json.loads((test_set.folder / _MANIFEST).read_text(encoding="utf-8"))
-    return int(found["vocabulary"])
-
-
 def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
     """Writes the checkpoint, which names ``home`` as the folder of the dictionaries."""
-    from lightseq_fairseq import fairseq_compat
-
     fairseq_compat.prepare()
-    import torch
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from omegaconf import OmegaConf
@@ -102,13 +104,13 @@ def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
     if shape.is_masked:
         words += ["--task", "masked_lm"]
         words += [str(word) for pair in roberta_flags(shape).items() for word in pair]
-    elif shape.is_language_model:
-        words += ["--task", "language_modeling", "--decoder-layers", str(shape.decoder_layers)]
-        words += ["--max-target-positions", str(positions(shape))]
     else:
+        words += ["--decoder-layers", str(shape.decoder_layers)]
+    if shape.is_language_model:
+        words += ["--task", "language_modeling", "--max-target-positions", str(positions(shape))]
+    elif not shape.is_masked:
         words += ["-s", SOURCE, "-t", TARGET, "--share-all-embeddings"]
         words += ["--encoder-layers", str(shape.encoder_layers)]
-        words += ["--decoder-layers", str(shape.decoder_layers)]
     args = options.parse_args_and_arch(options.get_training_parser(), words)
     cfg = convert_namespace_to_omegaconf(args)
     torch.manual_seed(SEED)

@@ -21,32 +21,16 @@ class Pairs(NamedTuple):
     cu_target: Tensor
     target: Tensor
 
-    @property
-    def counted(self) -> Tensor:
-        """The tokens that fairseq counts, with pads."""
-        return self.target
-
 
 class Blocks(NamedTuple):
-    """Blocks of running text: int64 [B, L] tokens, and the tokens that follow them."""
+    """Running text or samples with masked tokens, each int64 [B, L].
 
-    previous: Tensor
-    target: Tensor
-
-    @property
-    def counted(self) -> Tensor:
-        return self.target
-
-
-class Masked(NamedTuple):
-    """Samples with masked tokens: int64 [B, L], padded; target [B, L], PAD if not masked."""
+    Of running text ``target`` has the tokens that follow ``tokens``, of samples, which are padded,
+    the masked tokens, and PAD elsewhere.
+    """
 
     tokens: Tensor
     target: Tensor
-
-    @property
-    def counted(self) -> Tensor:
-        return self.tokens
 
 
 class MaskedRows(NamedTuple):
@@ -62,9 +46,5 @@ class MaskedRows(NamedTuple):
     rows: Tensor
     target: Tensor
 
-    @property
-    def counted(self) -> Tensor:
-        return self.tokens
 
-
-Batch = Pairs | Blocks | Masked | MaskedRows
+Batch = Pairs | Blocks | MaskedRows

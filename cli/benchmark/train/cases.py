@@ -18,13 +18,7 @@ from typing import NamedTuple
 import torch
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.benchmark.train.corpus import (
-    LABELS,
-    LONGEST,
-    SENTENCES,
-    SOURCE,
-    TARGET,
-)
+from lightseq_fairseq.cli.benchmark.train.corpus import LABELS, LONGEST, SENTENCES, SOURCE, TARGET
 
 LOG_INTERVAL = 50
 # Variables that torch reads when it is imported. The launchers set them, too, but the benchmark's
@@ -105,10 +99,8 @@ SHAPES = {
     "roberta_tiny": _ROBERTA._replace(width=64, ffn=64, heads=2, encoder_layers=2),
 }  # fmt: skip
 MASKED = [model for model, shape in SHAPES.items() if shape.is_masked]
-TRANSLATION = [
-    model for model, shape in SHAPES.items() if not (shape.is_language_model or shape.is_masked)
-]
 LANGUAGE = [model for model, shape in SHAPES.items() if shape.is_language_model]
+TRANSLATION = [model for model in SHAPES if model not in MASKED + LANGUAGE]
 PRECISIONS = ("bf16", "fp16", "fp8")
 
 
@@ -338,11 +330,10 @@ def _training(
     case: Case, how: System, data: Path, report: Path, updates: int, gpu: bool, workers: int
 ) -> Sequence[str]:
     """Arguments of lightseq-train, which adds the same optimizer, criterion, schedule for all."""
-    shape = case.shape
     flags = {
-        "--arch": f"ls_{shape.arch}",
+        "--arch": f"ls_{case.shape.arch}",
         "--dropout": DROPOUT,
-        **_FLAGS[case.data](case),
+        **_data_flags(case),
         "--max-update": updates,
         "--num-workers": workers,
         "--seed": 1,
@@ -363,41 +354,40 @@ def _training(
     return words + ["--cpu"] * (not gpu)
 
 
-def _pair_flags(case: Case) -> dict[str, object]:
-    return {
-        "--encoder-layers": case.shape.encoder_layers,
-        "--decoder-layers": case.shape.decoder_layers,
-        "--max-tokens": case.max_tokens,
-        "--source-lang": SOURCE,
-        "--target-lang": TARGET,
+def _data_flags(case: Case) -> dict[str, object]:
+    """fairseq's flags for the task, the sizes of the model, and the batches."""
+    shape = case.shape
+    if case.data is Data.PAIRS:
+        return {
+            "--encoder-layers": shape.encoder_layers,
+            "--decoder-layers": shape.decoder_layers,
+            "--max-tokens": case.max_tokens,
+            "--source-lang": SOURCE,
+            "--target-lang": TARGET,
+        }
+    # Otherwise fairseq makes batches of fewer samples if the number is no multiple of 8.
+    by_samples = {
+        "--required-batch-size-multiple": 1,
+        "--batch-size": case.sentences or case.blocks,
     }
-
-
-def _text_flags(case: Case) -> dict[str, object]:
+    if case.data is Data.CLASSES:
+        task = {"--task": "sentence_prediction", "--num-classes": LABELS}
+        return {**task, **roberta_flags(shape), **by_samples}
+    blocks = {"--sample-break-mode": "none", "--tokens-per-sample": case.block, **by_samples}
+    if case.data is Data.MIX:  # each sample is a line; fairseq sorts samples by length
+        blocks = {
+            "--sample-break-mode": "eos",
+            "--tokens-per-sample": case.longest,
+            "--max-tokens": case.max_tokens,
+        }
+    if shape.is_masked:
+        return {"--task": "masked_lm", **roberta_flags(shape), **blocks}
     return {
         "--task": "language_modeling",
-        "--decoder-layers": case.shape.decoder_layers,
-        "--attention-dropout": case.shape.attention_dropout,
-        "--max-target-positions": case.shape.positions or case.block,
-        **_block_flags(case),
-    }
-
-
-def _masked_flags(case: Case) -> dict[str, object]:
-    return {
-        "--task": "masked_lm",
-        **roberta_flags(case.shape),
-        **(_block_flags(case) if case.block else _sample_flags(case)),
-    }
-
-
-def _class_flags(case: Case) -> dict[str, object]:
-    return {
-        "--task": "sentence_prediction",
-        "--num-classes": LABELS,
-        **roberta_flags(case.shape),
-        "--batch-size": case.sentences,
-        "--required-batch-size-multiple": 1,
+        "--decoder-layers": shape.decoder_layers,
+        "--attention-dropout": shape.attention_dropout,
+        "--max-target-positions": shape.positions or case.block,
+        **blocks,
     }
 
 
@@ -411,31 +401,3 @@ def roberta_flags(shape: Shape) -> dict[str, object]:
         "--attention-dropout": shape.attention_dropout,
         "--max-positions": shape.positions,
     }
-
-
-def _block_flags(case: Case) -> dict[str, object]:
-    return {
-        "--sample-break-mode": "none",
-        "--tokens-per-sample": case.block,
-        "--batch-size": case.blocks,
-        # Otherwise fairseq makes batches of fewer blocks if the number is no multiple of 8.
-        "--required-batch-size-multiple": 1,
-    }
-
-
-def _sample_flags(case: Case) -> dict[str, object]:
-    """fairseq's batches of samples, each as long as its line; it sorts samples by length."""
-    return {
-        "--sample-break-mode": "eos",
-        "--tokens-per-sample": case.longest,
-        "--max-tokens": case.max_tokens,
-    }
-
-
-_FLAGS = {
-    Data.PAIRS: _pair_flags,
-    Data.TEXT: _text_flags,
-    Data.MASKED: _masked_flags,
-    Data.MIX: _masked_flags,
-    Data.CLASSES: _class_flags,
-}

@@ -19,7 +19,6 @@ The added rows are pads, grouped into extra sentences, so that attention reads a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -34,17 +33,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli.benchmark.train import corpus, masked_batches
 from lightseq_fairseq.cli.benchmark.train.batches import Batch, Blocks, Pairs
 from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, SYSTEMS, Case
 from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
-from lightseq_fairseq.cli.benchmark.train.measured_trainer import StepMeter
+from lightseq_fairseq.cli.benchmark.train.measured_trainer import StepMeter, meter_parser
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     LONGEST,
     PAD,
     build,
     fastest_backend,
-    half_pads,
 )
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 
@@ -166,9 +165,6 @@ def batches(data: Path, case: Case, workers: int) -> Iterator[Batch]:
     Raises:
         ValueError: an epoch has no batch; raised by the iterator.
     """
-    from lightseq_fairseq import fairseq_compat
-
-    fairseq_compat.prepare()
     task, limits = _text(data, case) if case.block else _pairs(data, case)
     task.load_dataset("train")
     dataset = task.dataset("train")
@@ -219,6 +215,7 @@ def train(
     case: Case, system: str, data: Path, updates: int, workers: int, meter: StepMeter
 ) -> None:
     """Runs ``updates`` updates, then the profiled ones; logs every `LOG_INTERVAL` updates."""
+    fairseq_compat.prepare()
     torch.manual_seed(1)
     torch._dynamo.config.recompile_limit = 2 * SIZES
     gpu = torch.cuda.is_available()
@@ -235,7 +232,7 @@ def train(
     feed: Iterator[Batch]
     if case.shape.is_masked:
         count = min(updates + meter.heat + meter.marks, DRAWN)
-        feed = itertools.cycle(drawn(data, case, system, count, workers))
+        feed = itertools.cycle(masked_batches.drawn(data, case, system, count, workers))
     else:
         feed = batches(data, case, workers)
     attention: AbstractContextManager[None] = nullcontext()
@@ -249,22 +246,12 @@ def train(
 
 
 def mask_of(case: Case, system: str) -> Tensor | None:
-    """A mask as attention gets it on a GPU; None if it gets none."""
+    """A mask as attention gets it on a GPU if half of the tokens are pads; None if it gets none."""
     if case.block:
         return None
-    mask = half_pads(case)
-    return mask.repeat(1, 1, case.longest, 1) if system == "transformers" else mask
-
-
-def drawn(data: Path, case: Case, system: str, count: int, workers: int) -> list[Batch]:
-    """Batches of masked text, see `masked_batches.drawn`; pinned, as a DataLoader does it."""
-    from lightseq_fairseq import fairseq_compat
-
-    fairseq_compat.prepare()
-    found = masked_batches.drawn(data, case, system, count, workers)
-    if not torch.cuda.is_available():
-        return found
-    return [type(batch)(*(x.pin_memory() for x in batch)) for batch in found]
+    mask = torch.arange(case.longest, device="cuda") < case.longest / 2
+    queries = case.longest if system == "transformers" else 1
+    return mask.expand(case.blocks, 1, queries, -1).contiguous()
 
 
 def _train(
@@ -274,7 +261,8 @@ def _train(
     began, interval_tokens = time.perf_counter(), 0
     for number in range(1, updates + meter.heat + meter.marks + 1):
         batch = next(feed)
-        tokens = int(batch.counted.ne(PAD).sum())
+        counted = batch.target if isinstance(batch, Pairs) else batch.tokens  # as in fairseq
+        tokens = int(counted.ne(PAD).sum())
         meter.before_step(number - 1, tokens)
         loss, *grads = gradients(batch)
         update(number, grads)
@@ -297,15 +285,11 @@ def _log(number: int, nats: float, tokens: int, seconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = meter_parser(__doc__)
     parser.add_argument("--case", type=Case.parse, required=True)
     systems = [name for name, how in SYSTEMS.items() if how.compiled]
     parser.add_argument("--system", choices=systems, required=True)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--report", type=Path, required=True)
-    parser.add_argument("--updates", type=int, required=True)
-    parser.add_argument("--heat", type=int, required=True)
-    parser.add_argument("--marks", type=int, required=True)
     parser.add_argument("--workers", type=int, default=4)
     given = parser.parse_args()
     meter = StepMeter(given.report, given.updates, given.heat, given.marks)

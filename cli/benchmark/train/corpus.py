@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,15 +100,7 @@ def ensure_text(
         option: the command's option for the folder, without "--", for the error message.
         has_classes: each line is a sentence with a class, in the folders "input0" and "label".
     """
-
-    def write(part: Path, wanted: Corpus) -> Corpus:
-        if has_classes:
-            (part / "label").mkdir()
-            _write_labels(part / "label", wanted, lines)
-            part = part / "input0"
-            part.mkdir()
-        return _write_text(part, wanted, lines)
-
+    write = partial(_write_text, lines=lines, has_classes=has_classes)
     return _ensured(Corpus(folder, 0, vocabulary, 0, tokens), write, option, "tokens")
 
 
@@ -192,31 +185,22 @@ def _write_pairs(folder: Path, wanted: Corpus) -> Corpus:
     return wanted._replace(source_tokens=source, target_tokens=target)
 
 
-def _write_text(folder: Path, wanted: Corpus, lines: Lines) -> Corpus:
-    write_dictionary(folder / "dict.txt", wanted.vocabulary)
-    quantiles = word_quantiles(wanted.vocabulary)
-    for split, sizes, rng in _splits(wanted, lines):
-        _write_lines(folder / split, sizes, quantiles, rng)
+def _write_text(folder: Path, wanted: Corpus, lines: Lines, has_classes: bool) -> Corpus:
+    texts = {"": wanted.vocabulary}
+    if has_classes:
+        texts = {"label": SPECIALS + LABELS, "input0": wanted.vocabulary}
+    splits = ("valid", VALID_TOKENS, SEED + 1), ("train", wanted.target_tokens, SEED)
+    for name, vocabulary in texts.items():
+        place, quantiles = folder / name, word_quantiles(vocabulary)
+        place.mkdir(exist_ok=True)
+        write_dictionary(place / "dict.txt", vocabulary)
+        for split, tokens, seed in splits:
+            rng = np.random.default_rng(seed)
+            sizes = line_lengths(tokens, rng, lines)
+            if name == "label":
+                sizes = np.full_like(sizes, 2)  # class and </s>
+            _write_lines(place / split, sizes, quantiles, rng)
     return wanted
-
-
-def _write_labels(folder: Path, wanted: Corpus, lines: Lines) -> None:
-    """Writes the classes of the sentences that `_write_text` writes."""
-    write_dictionary(folder / "dict.txt", SPECIALS + LABELS)
-    quantiles = word_quantiles(SPECIALS + LABELS)
-    for split, sizes, rng in _splits(wanted, lines):
-        _write_lines(folder / split, np.full_like(sizes, 2), quantiles, rng)  # class and </s>
-
-
-def _splits(
-    wanted: Corpus, lines: Lines
-) -> Iterator[tuple[str, NDArray[np.int32], np.random.Generator]]:
-    """Each split of a text, the lengths of its lines, and the generator of its words."""
-    for split, tokens, seed in (
-        ("valid", VALID_TOKENS, SEED + 1), ("train", wanted.target_tokens, SEED)
-    ):  # fmt: skip
-        rng = np.random.default_rng(seed)
-        yield split, line_lengths(tokens, rng, lines), rng
 
 
 def write_dictionaries(folder: Path, vocabulary: int) -> None:

@@ -6,7 +6,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lightseq_fairseq.cli.benchmark.train.batches import Masked
+from lightseq_fairseq.cli.benchmark.train.batches import Blocks
 from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, UNUSED_POSITIONS, Case, Shape
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD
 
@@ -41,7 +41,7 @@ class Roberta(nn.Module):
         self.model = transformers.RobertaForMaskedLM(config(case.shape, vocabulary, attention))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        tokens, target = Masked(*inputs)
+        tokens, target = Blocks(*inputs)
         is_label = target.ne(PAD)
         loss: Tensor = self.model(
             tokens,

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from lightseq_fairseq.cli.benchmark.train.batches import Batch, Masked, MaskedRows
+from lightseq_fairseq.cli.benchmark.train.batches import Batch, Blocks, MaskedRows
 from lightseq_fairseq.cli.benchmark.train.cases import Case
 from lightseq_fairseq.cli.benchmark.train.corpus import MASKED_SHARE
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD
@@ -30,7 +30,7 @@ Samples = list[tuple[Tensor, Tensor]]  # tokens, and target: PAD if not masked
 
 
 def drawn(data: Path, case: Case, system: str, count: int, workers: int) -> list[Batch]:
-    """Up to ``count`` different batches, fewer if the text has no more.
+    """Up to ``count`` different batches, fewer if the text has no more; pinned if there is a GPU.
 
     Raises:
         ValueError: the text has not enough samples for one batch.
@@ -52,9 +52,12 @@ def drawn(data: Path, case: Case, system: str, count: int, workers: int) -> list
         collate = partial(padding, longest=case.longest)
     if not groups:
         raise ValueError(f"no batch of {case} can be made of {data}")
+    pins = torch.cuda.is_available()
     return list(
-        DataLoader(dataset, batch_sampler=groups, collate_fn=collate, num_workers=workers)
-    )  # fmt: skip
+        DataLoader(
+            dataset, batch_sampler=groups, collate_fn=collate, num_workers=workers, pin_memory=pins
+        )
+    )
 
 
 class _Items(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -89,12 +92,12 @@ def _filled(order: np.ndarray, sizes: np.ndarray, tokens: int) -> list[list[int]
     return groups
 
 
-def padded(samples: Samples, longest: int) -> Masked:
+def padded(samples: Samples, longest: int) -> Blocks:
     """Samples padded on the right to ``longest`` tokens."""
     sides = (
         pad_sequence(list(side), batch_first=True, padding_value=PAD) for side in zip(*samples)
     )
-    return Masked(*(functional.pad(x, (0, longest - x.shape[1]), value=PAD) for x in sides))
+    return Blocks(*(functional.pad(x, (0, longest - x.shape[1]), value=PAD) for x in sides))
 
 
 def padded_rows(samples: Samples, longest: int) -> MaskedRows:

@@ -151,12 +151,17 @@ def _tokens(sample: Any) -> int:
     return int(sample["ntokens"] if isinstance(sample, dict) else sample.ntokens)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def meter_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the arguments of a `StepMeter`."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--report", type=Path, required=True)
-    parser.add_argument("--updates", type=int, required=True)
-    parser.add_argument("--heat", type=int, required=True)
-    parser.add_argument("--marks", type=int, required=True)
+    for flag in ("--updates", "--heat", "--marks"):
+        parser.add_argument(flag, type=int, required=True)
+    return parser
+
+
+def main() -> None:
+    parser = meter_parser(__doc__)
     parser.add_argument("--without-apex", action="store_true")
     parser.add_argument("words", nargs="+", help="arguments of lightseq-train, after --")
     arguments = parser.parse_args()

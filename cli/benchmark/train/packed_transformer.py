@@ -11,7 +11,7 @@ M = a fixed number of rows: the masked tokens, then rows without a label.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +76,6 @@ def fastest_backend(case: Case, mask: Tensor | None = None) -> SDPBackend:
     return min(milliseconds, key=lambda backend: milliseconds[backend])
 
 
-def half_pads(case: Case) -> Tensor:
-    """The mask of `block_attention` on a GPU if half of the tokens are pads."""
-    mask = torch.arange(case.longest, device="cuda") < case.longest / 2
-    return mask.expand(case.blocks, 1, 1, -1).contiguous()
-
-
 def _attention_ms(case: Case, mask: Tensor | None, warm_up: int = 3, runs: int = 20) -> float:
     """The time of `block_attention` and its backward pass on a GPU, in milliseconds."""
     shape = case.shape
@@ -102,7 +96,7 @@ def _attention_ms(case: Case, mask: Tensor | None, warm_up: int = 3, runs: int =
 class PackedAttention(nn.Module):
     """Multi-head attention: self-attention, or with ``cross`` on a memory [T, C].
 
-    Without sentence boundaries, the rows are blocks [B, L, C].
+    Without sentence boundaries ``cu``, the rows are blocks [B, L, C].
     """
 
     def __init__(self, shape: Shape, causal: bool = False, cross: bool = False) -> None:
@@ -113,10 +107,10 @@ class PackedAttention(nn.Module):
         self.out = nn.Linear(c, c)
 
     def forward(
-        self, x: Tensor, memory: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
-        mask: Tensor | None = None,
+        self, x: Tensor, cu: Tensor | None, memory: Tensor | None = None,
+        cu_memory: Tensor | None = None, mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        inputs = (x, memory) if len(self.projections) == 2 else (x,)
+        inputs, cu_k = ((x,), cu) if memory is None else ((x, memory), cu_memory)
         width = self.out.in_features // self.heads
         q, k, v = (
             part
@@ -124,10 +118,10 @@ class PackedAttention(nn.Module):
             for part in projection(rows).unflatten(-1, (-1, self.heads, width)).unbind(-3)
         )
         p = self.p if self.training else 0.0
-        if cu_q is None or cu_k is None:
+        if cu is None or cu_k is None:
             out = block_attention(q, k, v, p, self.causal, mask)
         else:
-            out = packed_attention(q, k, v, cu_q, cu_k, p, self.causal, self.longest)
+            out = packed_attention(q, k, v, cu, cu_k, p, self.causal, self.longest)
         return self.out(out.reshape(x.shape))
 
 
@@ -159,18 +153,10 @@ class Layer(nn.Module):
         self, x: Tensor, cu: Tensor | None = None, memory: Tensor | None = None,
         cu_memory: Tensor | None = None, mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        def attend(y: Tensor) -> Tensor:
-            return self.attention(y, y, cu, cu, mask)
-
-        def cross(y: Tensor) -> Tensor:
-            assert self.cross is not None and memory is not None
-            return self.cross(y, memory, cu, cu_memory)
-
-        sublayers: Sequence[Callable[[Tensor], Tensor]] = (
-            (attend, self.feed_forward)
-            if self.cross is None
-            else (attend, cross, self.feed_forward)
-        )
+        sublayers: list[Callable[[Tensor], Tensor]]
+        sublayers = [lambda y: self.attention(y, cu, mask=mask), self.feed_forward]
+        if (cross := self.cross) is not None:
+            sublayers.insert(1, lambda y: cross(y, cu, memory, cu_memory))
         for norm, sublayer in zip(self.norms, sublayers):
             y = functional.dropout(sublayer(norm(x) if self.pre else x), DROPOUT, self.training)
             x = x + y if self.pre else norm(x + y)
@@ -178,11 +164,14 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """What the models of all families have in common: embeddings, positions, loss."""
+    """What the models of all families have in common: embeddings, positions, layers, loss.
+
+    longest: tokens of the longest sentence or block, for sinusoidal positions.
+    """
 
     positions: Tensor
 
-    def __init__(self, shape: Shape, vocabulary: int, longest: int) -> None:
+    def __init__(self, shape: Shape, vocabulary: int, longest: int = LONGEST) -> None:
         super().__init__()
         c = shape.width
         # RoBERTa's embedding is normalised instead of scaled, and its first values are BERT's.
@@ -196,9 +185,17 @@ class Model(nn.Module):
             self.learned = _embedding(shape.positions + UNUSED_POSITIONS, c, deviation)
         else:
             self.register_buffer("positions", sinusoids(longest, c))
-
-    def _last_norm(self, shape: Shape) -> nn.Module:
-        return nn.LayerNorm(shape.width) if shape.normalize_before else nn.Identity()
+        self.encoder = nn.ModuleList(
+            Layer(shape, causal=False, cross=False) for _ in range(shape.encoder_layers)
+        )
+        self.decoder = nn.ModuleList(
+            Layer(shape, causal=True, cross=not shape.is_language_model)
+            for _ in range(shape.decoder_layers)
+        )
+        self.encoder_norm, self.decoder_norm = (
+            nn.LayerNorm(c) if shape.normalize_before and layers else nn.Identity()
+            for layers in (self.encoder, self.decoder)
+        )
 
     def _table(self) -> Tensor:
         """The embeddings of the positions from 0 on."""
@@ -227,45 +224,28 @@ class Model(nn.Module):
 class Transformer(Model):
     """Translation model with one shared embedding; computes the label-smoothed loss of a batch."""
 
-    def __init__(self, shape: Shape, vocabulary: int) -> None:
-        super().__init__(shape, vocabulary, LONGEST)
-        self.encoder = nn.ModuleList(
-            Layer(shape, causal=False, cross=False) for _ in range(shape.encoder_layers)
-        )
-        self.decoder = nn.ModuleList(
-            Layer(shape, causal=True, cross=True) for _ in range(shape.decoder_layers)
-        )
-        self.last_norms = nn.ModuleList(self._last_norm(shape) for _ in "ed")
-
     def forward(self, *inputs: Tensor) -> Tensor:
         batch = Pairs(*inputs)
         table = self._table()
         x = self._embed(batch.source, table[batch.source_positions])
         for layer in self.encoder:
             x = layer(x, batch.cu_source)
-        memory = self.last_norms[0](x)
+        memory = self.encoder_norm(x)
         x = self._embed(batch.previous, table[batch.target_positions])
         for layer in self.decoder:
             x = layer(x, batch.cu_target, memory, batch.cu_source)
-        return self._loss(self.last_norms[1](x), batch.target, SMOOTHING)
+        return self._loss(self.decoder_norm(x), batch.target, SMOOTHING)
 
 
 class LanguageModel(Model):
     """Decoder-only language model; computes the loss of blocks of up to ``longest`` tokens."""
 
-    def __init__(self, shape: Shape, vocabulary: int, longest: int) -> None:
-        super().__init__(shape, vocabulary, longest)
-        self.decoder = nn.ModuleList(
-            Layer(shape, causal=True, cross=False) for _ in range(shape.decoder_layers)
-        )
-        self.last_norm = self._last_norm(shape)
-
     def forward(self, *inputs: Tensor) -> Tensor:
         batch = Blocks(*inputs)
-        x = self._embed(batch.previous, self._table()[: batch.previous.shape[1]])
+        x = self._embed(batch.tokens, self._table()[: batch.tokens.shape[1]])
         for layer in self.decoder:
             x = layer(x)
-        return self._loss(self.last_norm(x), batch.target, 0.0)
+        return self._loss(self.decoder_norm(x), batch.target, 0.0)
 
 
 class MaskedLanguageModel(Model):
@@ -275,11 +255,8 @@ class MaskedLanguageModel(Model):
     """
 
     def __init__(self, shape: Shape, vocabulary: int, has_pads: bool) -> None:
-        super().__init__(shape, vocabulary, 0)
+        super().__init__(shape, vocabulary)
         self.has_pads = has_pads
-        self.encoder = nn.ModuleList(
-            Layer(shape, causal=False, cross=False) for _ in range(shape.encoder_layers)
-        )
         self.dense = nn.Linear(shape.width, shape.width)
         self.head_norm = nn.LayerNorm(shape.width)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
@@ -310,9 +287,8 @@ def build(shape: Shape, vocabulary: int, block: int, has_pads: bool = False) -> 
     """
     if shape.is_masked:
         return MaskedLanguageModel(shape, vocabulary, has_pads)
-    if shape.is_language_model:
-        return LanguageModel(shape, vocabulary, block)
-    return Transformer(shape, vocabulary)
+    family = LanguageModel if shape.is_language_model else Transformer
+    return family(shape, vocabulary, block or LONGEST)
 
 
 def sinusoids(positions: int, width: int) -> Tensor:

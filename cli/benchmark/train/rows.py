@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lightseq_fairseq.base import result_rows
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.benchmark.runs import Row
+from lightseq_fairseq.cli.benchmark.runs import Row, quantile
 from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case, Data
 from lightseq_fairseq.cli.benchmark.train.corpus import Corpus
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, SUSTAINED, floor
@@ -79,8 +79,8 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     overlap: then the parts are the shares in the profile, and the true ``gpu_busy`` is higher.
     """
     steady = [interval for run in runs for interval in run.intervals]
-    times = sorted(interval.ms_per_step for interval in steady)
-    low, middle, high = (times[round((len(times) - 1) * share)] for share in (0.2, 0.5, 0.8))
+    times = [interval.ms_per_step for interval in steady]
+    low, middle, high = (quantile(times, share) for share in (0.2, 0.5, 0.8))
     target = statistics.mean(interval.tokens for interval in steady)
     source = target * corpus.source_tokens / corpus.target_tokens
     first = [run.report["first_100_s"] for run in runs if run.report["first_100_s"] is not None]
