@@ -1,0 +1,24 @@
+"""Golden files: on a line what is done, and below it, indented, what the answer is.
+
+A line that begins with ``# `` is the title of the lines below it; one with ``#:`` is a comment.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def titled(path: Path) -> dict[str, list[tuple[str, str]]]:
+    """Title -> what is done, and the answer, of each line below it."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for text in re.split(r"^# ", path.read_text(), flags=re.M)[1:]:
+        title, _, lines = text.partition("\n")
+        cases = re.findall(r"^(?!#:)(\S.*)\n((?:  .*\n)+)", lines, re.M)
+        found[title] = [(done, re.sub("^  ", "", said, flags=re.M)[:-1]) for done, said in cases]
+    return found
+
+
+def matches(answer: str, golden: str) -> bool:
+    """Whether the answer is the file's, in which ``...`` stands for any text."""
+    return re.fullmatch(".*".join(map(re.escape, golden.split("..."))), answer) is not None
