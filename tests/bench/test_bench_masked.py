@@ -385,14 +385,6 @@ def test_sentences_once(texts: Path, tmp_path: Path) -> None:
     assert first[0] == pytest.approx(first[1], abs=0.1)
 
 
-@pytest.mark.parametrize("bf16", [BLOCKS, TUNED])
-def test_fp8_once(bf16: str, texts: Path, tmp_path: Path) -> None:
-    name = bf16.replace("bf16", "fp8")
-    _, found = bench_once(tmp_path, name, ("ours",), *words_of(texts))
-    assert found["ours"]["case"] == name and found["ours"]["tokens_per_s"] > 0
-    assert '"fp8_sat"' in logs_of(tmp_path, name, ("ours",))["ours"]
-
-
 def test_without_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert why_not("transformers", Case.parse(BLOCKS)) == "transformers is not installed."

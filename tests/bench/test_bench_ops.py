@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.forked_commands import python
 
 from lightseq_fairseq.base import result_rows
 from scripts import bench_ops as bench
@@ -27,7 +27,7 @@ ATTENTION_KERNELS = {"ours", "library", "library_deterministic", "cudnn"}
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "scripts.bench_ops", *arguments], cwd=ROOT,
+        [python(), "-m", "scripts.bench_ops", *arguments], cwd=ROOT,
         capture_output=True, text=True,
         env={"PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **environment},
     )  # fmt: skip

@@ -279,15 +279,16 @@ def test_commands_differ_in_nothing_but_the_system(tmp_path: Path) -> None:
     assert {"ls_transformer_wmt_en_de_big_t2t", "24", "512", "--fp16"} <= set(plain)
 
 
-def test_fp8_is_a_flag_beside_bf16(tmp_path: Path) -> None:
-    words = {
-        precision: command(
-            Case.parse(f"t2t_big/4096/{precision}"), "ours", tmp_path, tmp_path, 200, True, 4
-        )
+@pytest.mark.parametrize(
+    "name", ["t2t_big/4096", "lm_tiny/64x4", "roberta_tiny/64x4", "roberta_tiny/sentences8"]
+)
+def test_fp8_is_a_flag_beside_bf16(name: str, tmp_path: Path) -> None:
+    bf16, fp8 = (
+        command(Case.parse(f"{name}/{precision}"), "ours", tmp_path, tmp_path, 200, True, 4)
         for precision in ("bf16", "fp8")
-    }
-    assert [word for word in words["fp8"] if word != "--fp8"] == words["bf16"]
-    assert words["fp8"].count("--fp8") == 1
+    )
+    assert [word for word in fp8 if word != "--fp8"] == bf16
+    assert fp8.count("--fp8") == 1
 
 
 def test_only_ours_computes_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

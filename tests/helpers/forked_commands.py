@@ -25,6 +25,9 @@ from pathlib import Path
 BIN = Path(sys.executable).parent
 SCRIPT = """#!{python} -IS
 import json, os, socket, sys
+name, *words = sys.argv
+if name.endswith(("/python", "/python3")) and words[:1] not in (["-m"], ["-c"]):
+    os.execv({python!r}, [{python!r}, *words])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     request = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode() + b"\\n"
@@ -47,15 +50,11 @@ def path(before: str = "") -> str:
     address = f"{folder.name}/server"
     scripts = Path(folder.name, "bin")
     scripts.mkdir()
-    for point in metadata.entry_points(group="console_scripts"):
-        if point.module.startswith("lightseq_fairseq."):
-            script = scripts / point.name
-            script.write_text(SCRIPT.format(python=sys.executable, address=address))
-            script.chmod(0o755)
-    # Not on the PATH, because it runs no files.
-    script = scripts.with_name("python")
-    script.write_text(SCRIPT.format(python=sys.executable, address=address))
-    script.chmod(0o755)
+    points = metadata.entry_points(group="console_scripts")
+    ours = [point.name for point in points if point.module.startswith("lightseq_fairseq.")]
+    for name in (*ours, "python", "python3"):
+        (scripts / name).write_text(SCRIPT.format(python=sys.executable, address=address))
+        (scripts / name).chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, __file__, address, before], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -67,8 +66,8 @@ def path(before: str = "") -> str:
 
 
 def python(before: str = "") -> Path:
-    """A Python that runs ``-m MODULE`` or ``-c CODE``, in a forked process; it knows no flags."""
-    return Path(path(before).partition(os.pathsep)[0]).with_name("python")
+    """The Python on that path: it forks for ``-m MODULE`` and ``-c CODE``."""
+    return Path(path(before).partition(os.pathsep)[0], "python")
 
 
 def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | None:
@@ -79,7 +78,8 @@ def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | 
         listener.listen()
         print("listens", flush=True)
         exec(before, {})
-        for module in ("torch._dynamo", "lightseq_fairseq.plugins"):  # and so torch and fairseq
+        # And so torch and fairseq.
+        for module in ("torch._dynamo", "lightseq_fairseq.plugins", "matplotlib.figure"):
             importlib.import_module(module)
         waiting.register(sys.stdin, selectors.EVENT_READ)
         waiting.register(listener, selectors.EVENT_READ)
@@ -126,7 +126,7 @@ def main() -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    if Path(words[0]).name == "python":
+    if Path(words[0]).name in ("python", "python3"):
         _, kind, program, *sys.argv[1:] = words
         sys.path[:1] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         if kind == "-m":
