@@ -12,6 +12,7 @@ import helpers.cli_runs as cli_runs
 import pytest
 import torch
 from fairseq.models.transformer_lm import TransformerLanguageModel
+from helpers.golden import matches, refusals
 
 from lightseq_fairseq.plugins import scorer
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
@@ -160,24 +161,13 @@ def test_validate_builds_it_too(
     assert losses[0] == losses[1] != []
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--remove-bpe", "sentencepiece"], "use --remove-bpe '@@ '"),
-        (["--remove-bpe", "@@"], "use --remove-bpe '@@ '"),
-        (["--gen-subset", "dev"], "dev"),
-        (["--pipeline-model-parallel"], "--pipeline-model-parallel"),
-        (["--contextwindow", "5"], "--context-window"),
-    ],
-)
-def test_bad_input(
-    data: Path, checkpoints: dict[str, Path], words: list[str], sentence: str
-) -> None:
+@pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_eval_lm"))
+def test_bad_input(data: Path, checkpoints: dict[str, Path], words: str, sentence: str) -> None:
     path = ["--path", checkpoints["ours"], "--cpu", "--gen-subset", "test"]
-    result = cli_runs.run("eval-lm", data, *path, *words)
+    result = cli_runs.run("eval-lm", data, *path, *words.split())
     assert result.exit_code == 2, (result.output, result.exception)
     (error,) = (x for x in result.output.splitlines() if "error:" in x)
-    assert error.startswith("lightseq-eval-lm: error: ") and sentence in error
+    assert matches(error, f"lightseq-eval-lm: error: {sentence}")
 
 
 def test_no_checkpoint(data: Path) -> None:

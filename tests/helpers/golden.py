@@ -19,6 +19,11 @@ def titled(path: Path) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
+def refusals(test: str, title: str) -> list[tuple[str, str]]:
+    """The lines below a title of refusals.txt, which is beside the file of the test."""
+    return titled(Path(test).with_name("refusals.txt"))[title]
+
+
 def matches(answer: str, golden: str) -> bool:
     """Whether the answer is the file's, in which ``...`` stands for any text."""
-    return re.fullmatch(".*".join(map(re.escape, golden.split("..."))), answer) is not None
+    return bool(re.fullmatch(".*".join(map(re.escape, golden.split("..."))), answer, re.S))
