@@ -25,10 +25,7 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
     why_not,
 )
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, floor, parameters
-from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
-    PAD,
-    build,
-)
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD, build
 
 from fairseq import utils  # isort: skip
 from fairseq.models.roberta import model as roberta_model  # isort: skip

@@ -48,11 +48,7 @@ def test_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        (
-            [],
-            {},
-            "bench_ops: The commit of this code is unknown",
-        ),
+        ([], {}, "bench_ops: The commit of this code is unknown"),
         (["--dtypes", "int8"], {}, "int8 is none of bf16, fp16, fp32"),
         (["--only", "("], {}, "argument --only: missing ), unterminated subpattern"),
         (["--tokens", "many"], {}, "invalid numbers value: 'many'"),

@@ -316,10 +316,7 @@ def test_a_user_s_own_arch_is_checked_as_ours(
 
 @pytest.mark.parametrize("terminals", [{"stdout", "stderr"}, {"stdout"}, {"stderr"}, set()])
 def test_a_bar_on_a_terminal_and_lines_in_a_pipe(
-    data: Path,
-    configurations: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    terminals: set[str],
+    data: Path, configurations: list[Any], monkeypatch: pytest.MonkeyPatch, terminals: set[str]
 ) -> None:
     for name in ("stdout", "stderr"):
         stream = io.StringIO()

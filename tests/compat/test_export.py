@@ -392,11 +392,7 @@ CT2 = "--to ctranslate2"
         (None, f"{CT2} --data {{0}}/broken", "{0}/broken/dict.src.txt cannot be read (Incorrect"),
         (None, f"{CT2} --data {{0}}/empty", "{0}/empty/dict.src.txt cannot be read ("),
         (without_languages, f"{CT2} --data {{0}}/empty", "nor the files in {0}/empty name the two"),
-        (
-            None,
-            f"{CT2} --data {{0}}/none",
-            "{0}/none is not a folder: set --data to the",
-        ),
+        (None, f"{CT2} --data {{0}}/none", "{0}/none is not a folder: set --data to the"),
         (None, "--to safetensors --quantization int8", "--quantization needs --to ctranslate2"),
         (None, f"{CT2} --output {{0}}/short", "{0}/short exists already"),
         (None, f"{CT2} --output {{0}}/no/such", "Cannot write {0}/no/such (No such file"),

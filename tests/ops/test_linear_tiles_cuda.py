@@ -14,13 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.linear_cases import (
-    Chain,
-    assert_replays_have_new_weights,
-    captured,
-    drawn,
-    inside,
-)
+from helpers.linear_cases import Chain, assert_replays_have_new_weights, captured, drawn, inside
 from helpers.ops_testing import assert_as_good_as, poison_cache
 from torch.nn import functional
 
