@@ -47,7 +47,7 @@ def lines(subject: str) -> list[str]:
         title, *rest = part.splitlines()
         commands = title.partition(":")[0].split(", ")
         if title.startswith(subject) or subject in commands:
-            found += filter(None, rest)
+            found += [line for line in rest if line and not line.startswith("#:")]
     return found
 
 
