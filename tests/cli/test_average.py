@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cli_runs import SMALL, binarise, run, succeed
+from helpers.cli_runs import SMALL, run, succeed
 from helpers.golden import matches, refusals
 
 # isort: split
@@ -118,11 +118,6 @@ def test_what_cannot_be_averaged_is_refused_and_nothing_written(
     assert matches(result.stderr, f"lightseq-average: error: {sentence}\n")
     assert result.stderr.startswith("lightseq-average: error: ")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return binarise(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("precision", [(), ("--bf16",)])

@@ -17,7 +17,7 @@ import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
 from helpers import compositions, interpreters
-from helpers.cli_runs import binarise, run, succeed, unchanged
+from helpers.cli_runs import run, succeed, unchanged
 from helpers.golden import refusals
 
 # isort: split
@@ -31,11 +31,6 @@ from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.start.launch import launcher
 
 COMMANDS = ["train", "generate", "validate", "interactive", "preprocess"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return binarise(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

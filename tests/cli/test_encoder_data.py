@@ -20,11 +20,6 @@ CLASSES = [
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
 def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pairs of sentences with one of three classes, and with two numbers."""
     folder = tmp_path_factory.mktemp("sentences")

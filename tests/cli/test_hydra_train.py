@@ -88,11 +88,6 @@ def user_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         table.update(components)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("pairs"))
-
-
 @pytest.fixture
 def recipe(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with small.yaml, in which the command runs."""

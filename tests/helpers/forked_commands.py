@@ -66,7 +66,8 @@ def path(before: str = "") -> str:
 
 
 def python(before: str = "") -> Path:
-    """The Python on that path: it forks for ``-m MODULE`` and ``-c CODE``."""
+    """The Python on that path: it forks for ``-m MODULE`` and ``-c CODE``. The forked process gets
+    no signals."""
     return Path(path(before).partition(os.pathsep)[0], "python")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import helpers.forked_commands as forked_commands
@@ -25,5 +26,5 @@ def script(name: str, *words: str | Path, **variables: str) -> subprocess.Comple
 def command(name: str, *words: str | Path) -> list[str]:
     program = ["bash", str(FOLDER / name)]
     if name.endswith(".py"):
-        program = [str(forked_commands.python()), "-m", f"examples.multi30k.{Path(name).stem}"]
+        program = [sys.executable, "-m", f"examples.multi30k.{Path(name).stem}"]
     return [*program, *map(str, words)]
