@@ -141,7 +141,7 @@ class TestFiles:
             "assert not [name for name in models.ARCH_MODEL_REGISTRY if name.startswith('ls_')]\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", script, str(ls_run)], capture_output=True, text=True, check=False
+            [sys.executable, "-c", script, str(ls_run)], capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split("\n")[-2] == (
