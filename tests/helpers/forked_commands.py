@@ -66,7 +66,7 @@ def path(before: str = "") -> str:
 
 
 def python(before: str = "") -> Path:
-    """The Python on that path. It forks for ``-m MODULE`` and ``-c CODE``; signals do not arrive."""
+    """The Python on that path. It forks for ``-m MODULE`` and ``-c CODE``; signals get lost."""
     return Path(path(before).partition(os.pathsep)[0], "python")
 
 
