@@ -12,10 +12,10 @@ from pathlib import Path
 def titled(path: Path) -> dict[str, list[tuple[str, str]]]:
     """Title -> what is done, and the answer, of each line below it."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for text in re.split(r"^# ", path.read_text(), flags=re.M)[1:]:
-        title, _, lines = text.partition("\n")
-        cases = re.findall(r"^(?!#:)(\S.*)\n((?:  .*\n)+)", lines, re.M)
-        found[title] = [(done, re.sub("^  ", "", said, flags=re.M)[:-1]) for done, said in cases]
+    for part in re.split(r"^# ", path.read_text(), flags=re.M)[1:]:
+        title, *lines = (line for line in part.splitlines() if line and not line.startswith("#:"))
+        assert [line.startswith("  ") for line in lines] == [False, True] * (len(lines) // 2), title
+        found[title] = [(done, said[2:]) for done, said in zip(lines[::2], lines[1::2])]
     return found
 
 
