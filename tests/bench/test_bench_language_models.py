@@ -255,12 +255,3 @@ def test_everything_once(text: corpus.Corpus, tmp_path: Path) -> None:
     # The same text and the same loss: bits a token, in the first 50 updates.
     first = [float(re.findall(r'"loss": "([\d.]+)"', log)[0]) for log in logs.values()]
     assert max(first) < min(first) + 0.5
-
-
-def test_fp8_once(text: corpus.Corpus, tmp_path: Path) -> None:
-    _, found = bench_once(
-        tmp_path, "lm_tiny/64x4/fp8", ("ours",),
-        "--text", text.folder, "--tokens", text.target_tokens, "--vocabulary", text.vocabulary,
-    )  # fmt: skip
-    assert found["ours"]["case"] == "lm_tiny/64x4/fp8" and found["ours"]["target_tokens"] == 256
-    assert '"fp8_sat"' in (tmp_path / "logs" / "lm_tiny-64x4-fp8-ours-1.log").read_text()

@@ -25,10 +25,7 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
     why_not,
 )
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, floor, parameters
-from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
-    PAD,
-    build,
-)
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD, build
 
 from fairseq import utils  # isort: skip
 from fairseq.models.roberta import model as roberta_model  # isort: skip
@@ -383,14 +380,6 @@ def test_sentences_once(texts: Path, tmp_path: Path) -> None:
     assert "step: eager, packed tokens" in logs["ours"]
     first = [float(re.findall(r'"loss": "([\d.]+)"', log)[0]) for log in logs.values()]
     assert first[0] == pytest.approx(first[1], abs=0.1)
-
-
-@pytest.mark.parametrize("bf16", [BLOCKS, TUNED])
-def test_fp8_once(bf16: str, texts: Path, tmp_path: Path) -> None:
-    name = bf16.replace("bf16", "fp8")
-    _, found = bench_once(tmp_path, name, ("ours",), *words_of(texts))
-    assert found["ours"]["case"] == name and found["ours"]["tokens_per_s"] > 0
-    assert '"fp8_sat"' in logs_of(tmp_path, name, ("ours",))["ours"]
 
 
 def test_without_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:

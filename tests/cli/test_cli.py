@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import interpreters
-from helpers.cli_runs import SMALL, binarise, run, succeed
+from helpers.cli_runs import SMALL, run, succeed
 
 # isort: split
 import fairseq_cli.train
@@ -31,11 +31,6 @@ RANKS = shlex.split(
     "--distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"
 )
 COMMANDS = ["train", "generate", "validate", "interactive", "preprocess"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return binarise(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

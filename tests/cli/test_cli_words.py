@@ -17,7 +17,8 @@ import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
 from helpers import compositions, interpreters
-from helpers.cli_runs import binarise, run, succeed, unchanged
+from helpers.cli_runs import run, succeed, unchanged
+from helpers.golden import refusals
 
 # isort: split
 import fairseq_cli.train
@@ -30,11 +31,6 @@ from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.start.launch import launcher
 
 COMMANDS = ["train", "generate", "validate", "interactive", "preprocess"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return binarise(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture
@@ -114,34 +110,7 @@ def test_the_shell_completes_our_own_flags_and_files(
     assert [(item.type, item.value) for item in items] == found
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("score --beam 1", "lightseq-score has no flag --beam: it is a flag of lightseq-generate "
-         "and lightseq-interactive."),
-        ("average --output x --input y", "lightseq-average has no flag --input: it is a flag "
-         "of lightseq-interactive."),
-        ("export --quantisation int8", "lightseq-export has no flag --quantisation: did "
-         "you mean --quantization?"),
-        ("export --soruce x", "lightseq-export has no flag --soruce: lightseq-export --help lists "
-         "all flags."),
-        ("doctor --x", "lightseq-doctor has no flag --x: lightseq-doctor --help lists all flags."),
-        ("average --num-epoch-checkpoints x", "Invalid value for '--num-epoch-checkpoints': 'x' is "
-         "not a valid integer range. See lightseq-average --help."),
-        ("score", "Missing option '--sys'. See lightseq-score --help."),
-        ("generate --output", "Option '--output' requires an argument. See lightseq-generate "
-         "--help."),
-        ("bench train --caes x", "lightseq-bench train has no flag --caes: did you mean --case?"),
-        ("bench train --max-tokens 9", "lightseq-bench train has no flag --max-tokens: it is a "
-         "flag of lightseq-train, lightseq-generate, lightseq-interactive, lightseq-validate "
-         "and lightseq-eval-lm."),
-        ("bench train --rounds 0", "Invalid value for '--rounds': 0 is not in the range x>=1. See "
-         "lightseq-bench train --help."),
-        ("bench trian", "No such command 'trian'. Did you mean 'train'? See lightseq-bench "
-         "--help."),
-        ("bench --x", "lightseq-bench has no flag --x: lightseq-bench --help lists all flags."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "sentence"), refusals(__file__, "test_cli_words"))
 def test_wrong_words_of_our_own_commands_end_in_a_sentence(line: str, sentence: str) -> None:
     command, *words = line.split()
     result = run(command, *words)
@@ -342,10 +311,7 @@ def test_a_user_s_own_arch_is_checked_as_ours(
 
 @pytest.mark.parametrize("terminals", [{"stdout", "stderr"}, {"stdout"}, {"stderr"}, set()])
 def test_a_bar_on_a_terminal_and_lines_in_a_pipe(
-    data: Path,
-    configurations: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    terminals: set[str],
+    data: Path, configurations: list[Any], monkeypatch: pytest.MonkeyPatch, terminals: set[str]
 ) -> None:
     for name in ("stdout", "stderr"):
         stream = io.StringIO()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import helpers.cli_runs as cli_runs
 import pytest
+from helpers.golden import matches, refusals
 
 MASKED = [
     "--task", "masked_lm", "--arch", "ls_roberta_base", "--criterion", "ls_masked_lm",
@@ -16,11 +17,6 @@ CLASSES = [
     "--task", "sentence_prediction", "--arch", "ls_roberta_base",
     "--criterion", "ls_sentence_prediction",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +41,11 @@ def refused(data: Path, folder: Path, words: list[str], sentence: str) -> None:
     result = cli_runs.run("train", data, *words, *more)
     assert result.exit_code == 2, (result.output, result.exception)
     (error,) = (line for line in result.stderr.splitlines() if "error:" in line)
-    assert sentence in error
+    assert matches(error, f"...{sentence}...")
     assert not (folder / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--train-subset dev", "contains no dev split: binarise one with lightseq-preprocess"),
-        ("--valid-subset dev", "or choose another split with --valid-subset."),
-        ("--mask-prob 0", "--mask-prob is 0.0: it must be above 0"),
-        ("--mask-prob 1", "--mask-prob is 1.0: it must be above 0"),
-        ("--random-token-prob 0.6 --leave-unmasked-prob 0.5", "and at most 1 together"),
-        ("--random-token-prob -0.1", "must be at least 0"),
-        ("--mask-multiple-length 0", "--mask-multiple-length must be at least 1"),
-        ("--tokens-per-sample 1", "--tokens-per-sample must be at least 2"),
-        ("--mask-whole-words", "--mask-whole-words needs --bpe"),
-        ("--mask-whole-words --bpe subword_nmt", "beginnings of words of --bpe subword_nmt: use"),
-    ],
-)
+@pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_encoder_data: text"))
 def test_masked_text(text: Path, tmp_path: Path, words: str, sentence: str) -> None:
     refused(text, tmp_path, [*MASKED, *words.split()], sentence)
 
@@ -82,15 +64,7 @@ def test_text_for_masking_that_is_damaged_or_other(
     refused(data, tmp_path, MASKED, "one of the files is truncated")
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("", "--num-classes is missing"),
-        ("--num-classes 2", "have at least 3 classes, but --num-classes is 2: raise it"),
-        ("--num-classes 3 --train-subset dev", "input0 contains no dev split: binarise it"),
-        ("--num-classes 3 --regression-target", "train.label is not 3 numbers, as --num-classes"),
-    ],
-)
+@pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_encoder_data: labels"))
 def test_labels(sentences: Path, tmp_path: Path, words: str, sentence: str) -> None:
     refused(sentences, tmp_path, [*CLASSES, *words.split()], sentence)
 

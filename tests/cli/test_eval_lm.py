@@ -12,15 +12,16 @@ import helpers.cli_runs as cli_runs
 import pytest
 import torch
 from fairseq.models.transformer_lm import TransformerLanguageModel
+from helpers.golden import matches, refusals
 
 from lightseq_fairseq.plugins import scorer
 from lightseq_fairseq.plugins.language_model import LSTransformerLanguageModel
 
 
-def train(data: Path, folder: Path, ours: bool) -> Path:
+def train(text: Path, folder: Path, ours: bool) -> Path:
     prefix = "ls_" if ours else ""
     cli_runs.succeed(
-        "train", data, *cli_runs.SMALL_TEXT, "--save-dir", folder, "--max-update", "12",
+        "train", text, *cli_runs.SMALL_TEXT, "--save-dir", folder, "--max-update", "12",
         "--arch", f"{prefix}transformer_lm", "--optimizer", f"{prefix}adam",
         "--criterion", f"{prefix}cross_entropy", "--lr", "1e-2",
     )  # fmt: skip
@@ -28,16 +29,11 @@ def train(data: Path, folder: Path, ours: bool) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def checkpoints(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each program, by its name."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return {
-        name: train(data, folder / name, ours=name == "ours") for name in ("ours", "fairseq")
+        name: train(text, folder / name, ours=name == "ours") for name in ("ours", "fairseq")
     }  # fmt: skip
 
 
@@ -46,7 +42,7 @@ Evaluate = Callable[..., list[str]]
 
 @pytest.fixture
 def evaluate(
-    data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    text: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Evaluate:
     """Runs the command, and returns what fairseq's ``eval_lm`` logs, without times."""
 
@@ -56,7 +52,7 @@ def evaluate(
         caplog.clear()
         caplog.set_level(logging.INFO)
         cli_runs.succeed(
-            "eval-lm", data, "--path", checkpoint, "--gen-subset", "test", "--cpu",
+            "eval-lm", text, "--path", checkpoint, "--gen-subset", "test", "--cpu",
             "--tokens-per-sample", "16", "--num-workers", "0", *words,
         )  # fmt: skip
         monkeypatch.undo()
@@ -141,7 +137,7 @@ def test_an_average_is_evaluated(
 
 @pytest.mark.parametrize("writer", ["ours", "fairseq"])
 def test_validate_builds_it_too(
-    data: Path, checkpoints: dict[str, Path], writer: str, monkeypatch: pytest.MonkeyPatch
+    text: Path, checkpoints: dict[str, Path], writer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, built = [], []
     forward = TransformerLanguageModel.build_model.__func__  # type: ignore[attr-defined]
@@ -152,7 +148,7 @@ def test_validate_builds_it_too(
     )
     for more in ([], ["--native"]):
         log = cli_runs.succeed(
-            "validate", data, "--path", checkpoints[writer],
+            "validate", text, "--path", checkpoints[writer],
             "--valid-subset", "test", "--num-workers", "0", "--cpu", *more,
         )  # fmt: skip
         losses.append(re.findall(r" loss ([\d.]+) \| ppl ([\d.]+)", log))
@@ -160,26 +156,15 @@ def test_validate_builds_it_too(
     assert losses[0] == losses[1] != []
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--remove-bpe", "sentencepiece"], "use --remove-bpe '@@ '"),
-        (["--remove-bpe", "@@"], "use --remove-bpe '@@ '"),
-        (["--gen-subset", "dev"], "dev"),
-        (["--pipeline-model-parallel"], "--pipeline-model-parallel"),
-        (["--contextwindow", "5"], "--context-window"),
-    ],
-)
-def test_bad_input(
-    data: Path, checkpoints: dict[str, Path], words: list[str], sentence: str
-) -> None:
+@pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_eval_lm"))
+def test_bad_input(text: Path, checkpoints: dict[str, Path], words: str, sentence: str) -> None:
     path = ["--path", checkpoints["ours"], "--cpu", "--gen-subset", "test"]
-    result = cli_runs.run("eval-lm", data, *path, *words)
+    result = cli_runs.run("eval-lm", text, *path, *words.split())
     assert result.exit_code == 2, (result.output, result.exception)
     (error,) = (x for x in result.output.splitlines() if "error:" in x)
-    assert error.startswith("lightseq-eval-lm: error: ") and sentence in error
+    assert matches(error, f"lightseq-eval-lm: error: {sentence}")
 
 
-def test_no_checkpoint(data: Path) -> None:
-    result = cli_runs.run("eval-lm", data, "--gen-subset", "test", "--cpu")
+def test_no_checkpoint(text: Path) -> None:
+    result = cli_runs.run("eval-lm", text, "--gen-subset", "test", "--cpu")
     assert result.exit_code == 2 and "--path is missing" in result.output

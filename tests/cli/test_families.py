@@ -9,7 +9,7 @@ from pathlib import Path
 import helpers.cli_runs as cli_runs
 import pytest
 import torch
-from helpers.interpreters import run_code
+from helpers import forked_commands
 
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.families import FAMILIES, named
@@ -110,8 +110,12 @@ def run(folder: Path, command: str, *words: object) -> subprocess.CompletedProce
     """lightseq-<command> with the record of the poets, whose module is in ``folder``."""
     place, program = f"lightseq_fairseq.cli.{command}", f"lightseq-{command.replace('_', '-')}"
     code = f"from {place} import main\nmain({[*map(str, words)]!r}, prog_name={program!r})"
-    done: subprocess.CompletedProcess[str] = run_code(RECORD + code, path=(folder,))
-    return done
+    return run_code(folder, code)
+
+
+def run_code(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    python = forked_commands.python(f"import sys; sys.path.append({str(folder)!r})\n{RECORD}")
+    return subprocess.run([python, "-c", code], capture_output=True, text=True)
 
 
 def succeed(folder: Path, command: str, *words: object) -> str:
@@ -149,18 +153,9 @@ def test_a_new_family_is_evaluated(folder: Path, data: Path, trained: tuple[Path
 def test_a_new_family_continues_prompts(
     folder: Path, data: Path, trained: tuple[Path, str]
 ) -> None:
-    words = (data, "--task", "verses", "--path", trained[0], "--gen-subset", "valid")
-    words = (
-        *words,
-        "--batch-size",
-        "2",
-        "--prefix-size",
-        "1",
-        "--max-len-b",
-        "4",
-        "--sample-break-mode",
-        "eos",
-    )
+    flags = "--gen-subset valid --batch-size 2 --prefix-size 1 --max-len-b 4"
+    words = (data, "--task", "verses", "--path", trained[0], *flags.split())
+    words = (*words, "--sample-break-mode", "eos")
     log = succeed(folder, "generate", *words)
     assert "our poet" in log and "H-0" in log
     assert "forward" not in log and "BLEU" not in log  # our search; the targets are the prompts
@@ -178,11 +173,12 @@ def test_a_new_family_is_exported(folder: Path, trained: tuple[Path, str]) -> No
 
 def test_a_new_family_can_be_documented(folder: Path) -> None:
     code = """
+from lightseq_fairseq.base import families
 from scripts import flags
 section = flags.Section(families.FAMILIES[-1], {"train": ("--dataset-impl",)}, "", {})
 print(*flags.family_settings(section))
 """
-    found = run_code(RECORD + code, path=(folder,)).stdout.split()
+    found = run_code(folder, code).stdout.split()
     assert {"--dataset-impl", "--tokens-per-sample", "--decoder-layers"} <= {*found}
     assert "--clip-norm" not in found
 

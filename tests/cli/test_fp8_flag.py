@@ -13,6 +13,7 @@ import helpers.interpreters as interpreters
 import helpers.training_runs as runs
 import pytest
 import torch
+from helpers.golden import matches, refusals
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.training import captured
@@ -22,7 +23,7 @@ FP8: dict[str, Any] = {**runs.LS, **WIDE, "bf16": True, "fp8": True}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.corpus(tmp_path_factory.mktemp("corpus"))
 
 
@@ -44,15 +45,15 @@ def products_in(folder: Path) -> int:
         ({"num_batch_buckets": 2}, r"uses fairseq's own step \(sentences are padded to length buc"),
     ],
 )
-def test_refusals(data: Path, tmp_path: Path, flags: dict[str, Any], sentence: str) -> None:
+def test_refusals(corpus: Path, tmp_path: Path, flags: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=f"^--fp8 needs .*{sentence}"):
-        runs.run(data, tmp_path, **{**FP8, **flags})
+        runs.run(corpus, tmp_path, **{**FP8, **flags})
 
 
-def test_gpus_without_fp8_are_refused(data: Path, tmp_path: Path) -> None:
+def test_gpus_without_fp8_are_refused(corpus: Path, tmp_path: Path) -> None:
     """Before anything is trained. The GPU is not there, so only the question is asked."""
     trainer = mock.Mock(cuda=True, device=torch.device("cuda"))
-    trainer.cfg = runs.configure(data, tmp_path, FP8)
+    trainer.cfg = runs.configure(corpus, tmp_path, FP8)
     with (
         mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 6)),
         pytest.raises(UserError, match=r"compute capability 8.9 or later, but this one has 8.6"),
@@ -60,27 +61,22 @@ def test_gpus_without_fp8_are_refused(data: Path, tmp_path: Path) -> None:
         captured.refuse_fp8(trainer)
 
 
-@pytest.fixture(scope="module")
-def binarised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("binarised"))
-
-
 def test_the_launcher_takes_the_flag(
-    binarised: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     words = ("--arch", "ls_transformer_tiny", *cli_runs.SMALL, "--save-dir", tmp_path)
-    output = cli_runs.succeed("train", binarised, *words, "--bf16", "--fp8", "--log-interval", "1")
+    output = cli_runs.succeed("train", data, *words, "--bf16", "--fp8", "--log-interval", "1")
     assert "--fp8" in output.splitlines()[0].split()
     assert "precision: bf16 with fp32 master weights, products in fp8 on " in caplog.text
     assert re.search(r"\bfp8_sat[ =]0", caplog.text)
     assert products_in(tmp_path) == 11
     saved = tmp_path / "checkpoint_last.pt"
-    translating = ("generate", binarised, "--path", saved, "--cpu", "--num-workers", 0)
+    translating = ("generate", data, "--path", saved, "--cpu", "--num-workers", 0)
     assert "H-0" in cli_runs.succeed(*translating, "--native")
 
 
-def test_spawned_ranks_know_the_flag(binarised: Path, tmp_path: Path) -> None:
+def test_spawned_ranks_know_the_flag(data: Path, tmp_path: Path) -> None:
     """fairseq starts a process for each GPU, and passes the configuration."""
     (tmp_path / "script.py").write_text(
         """
@@ -93,7 +89,7 @@ if __name__ == "__main__":
     )
     ranks = "--distributed-world-size 2 --distributed-backend gloo --ddp-backend legacy_ddp"
     done = interpreters.run(
-        str(tmp_path / "script.py"), str(binarised), "--arch", "ls_transformer_tiny",
+        str(tmp_path / "script.py"), str(data), "--arch", "ls_transformer_tiny",
         *cli_runs.SMALL, *ranks.split(), "--bf16", "--fp8", "--save-dir", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -101,26 +97,13 @@ if __name__ == "__main__":
     assert products_in(tmp_path) == 11
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--arch ls_transformer_tiny", "--fp8 needs --bf16"),
-        ("--arch ls_transformer_tiny --bf16 --native", "--fp8 needs our layers"),
-        ("--arch transformer_tiny --bf16", "--fp8 needs our layers"),
-        ("--arch ls_transformer_tiny --bf16 --optimizer adam", "--fp8 needs the captured step"),
-        (
-            "--arch ls_transformer_tiny --bf16 --decoder-ffn-embed-dim 24",
-            "--fp8 needs widths that are multiples of 16",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_fp8_flag"))
 def test_the_launcher_refuses_in_a_sentence(
-    binarised: Path, tmp_path: Path, words: str, sentence: str
+    data: Path, tmp_path: Path, words: str, sentence: str
 ) -> None:
     result = cli_runs.run(
-        "train", binarised, *words.split(), "--fp8", *cli_runs.SMALL, "--save-dir", tmp_path
+        "train", data, *words.split(), "--fp8", *cli_runs.SMALL, "--save-dir", tmp_path
     )
     assert result.exit_code == 2, (result.output, result.exception)
-    complaint = result.stderr.splitlines()[-1]
-    assert complaint.startswith(f"lightseq-train: error: {sentence}")
+    assert matches(result.stderr.splitlines()[-1], f"lightseq-train: error: {sentence}")
     assert "Traceback" not in result.output

@@ -57,10 +57,7 @@ def test_commands_and_kinds_of_data_exist() -> None:
 
 @pytest.mark.parametrize(
     ("command", "task", "expected"),
-    [
-        ("validate", "translation", ["a", "b", "d"]),
-        ("eval-lm", "language_modeling", ["a", "c"]),
-    ],
+    [("validate", "translation", ["a", "b", "d"]), ("eval-lm", "language_modeling", ["a", "c"])],
 )
 def test_the_checks_of_a_command_run_in_the_order_of_the_list(
     monkeypatch: pytest.MonkeyPatch, command: str, task: str, expected: list[str]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import string
 from pathlib import Path
 
 import pytest
 from helpers import pages
 from helpers.cli_runs import SMALL, binarise, binarise_text, run, succeed
+from helpers.golden import matches, titled
 
 ARCH = "--arch ls_transformer_tiny --lr 0.1"
 SIZE = "--encoder-layers 1 --decoder-layers 1"
@@ -17,68 +19,7 @@ TRAIN_TEXT = "train text --task language_modeling --arch ls_transformer_lm --max
 MASKED = "train text --task masked_lm --arch ls_roberta --max-tokens 200 --cpu --no-save"
 GENERATE = "generate bin --path mt/checkpoint_last.pt --cpu"
 EVAL = "eval-lm text --path lm/checkpoint_last.pt --cpu"
-# Point of the list -> (command, a part of the message).
-CASES = {
-    "Checkpoints": [
-        (f"{TRAIN} --restore-file nowhere.pt", "--restore-file nowhere.pt does not exist"),
-        (f"{TRAIN} --finetune-from-model no.pt", "--finetune-from-model no.pt does not exist"),
-        (f"{TRAIN} --continue-once no.pt", "--continue-once no.pt does not exist"),
-        (
-            f"{TRAIN} --restore-file mt/checkpoint_last.pt --finetune-from-model no.pt",
-            "cannot be used together",
-        ),
-        ("generate bin --path lm/checkpoint_last.pt --cpu", "contains no translation model"),
-    ],
-    "Data": [
-        (f"train nowhere {ARCH}", "The data folder nowhere does not exist"),
-        (f"train text {ARCH}", "text contains running text"),
-        (f"{GENERATE} --gen-subset test2", "no split named test2"),
-        (f"{TRAIN} --task sentence_prediction --criterion sentence_prediction", "--num-classes"),
-        (
-            f"{GENERATE} --skip-invalid-size-inputs-valid-test --max-source-positions 1",
-            "Every sentence of the split is too long",
-        ),
-    ],
-    "Lengths": [
-        (f"{TRAIN} --max-tokens 3", "--max-tokens"),
-        (f"{TRAIN} --max-tokens-valid 3", "--max-tokens-valid"),
-        (f"{EVAL} --tokens-per-sample 64", "the model has only 16 positions"),
-        (f"{TRAIN_TEXT} --tokens-per-sample 64 --max-target-positions 32", "needs a position"),
-    ],
-    "Values": [
-        ("train bin --arch ls_transformer_tinny", "ls_transformer_tiny"),
-        (f"{TRAIN} --task translations", "There is no task named translations"),
-        (f"{TRAIN} --adam-betas 0.9", "--adam-betas"),
-        (f"{TRAIN} --lr nan", "nan"),
-        (f"{TRAIN} --num-workers -1", "at least 0"),
-        (f"{GENERATE} --beam 0", "at least 1"),
-        (f"{GENERATE} --lenpen 60", "--lenpen"),
-        (f"{GENERATE} --sampling --sampling-topk 500", "--sampling-topk"),
-        (f"{GENERATE} --sampling --sampling-topp 2", "--sampling-topp"),
-        (f"{MASKED} --mask-prob 2", "--mask-prob"),
-        (f"{TRAIN_TEXT} --adaptive-softmax-cutoff 9,5", "--adaptive-softmax-cutoff"),
-        (f"{TRAIN} --best-checkpoint-metric bleu", "--best-checkpoint-metric bleu"),
-    ],
-    "Text": [
-        (f"{GENERATE} --remove-bpe=words", "--remove-bpe words is unknown"),
-        (f"{GENERATE} --remove-bpe=letter", "--remove-bpe letter"),
-        (f"{GENERATE} --replace-unk --tokenizer space", "--replace-unk"),
-        (f"{GENERATE} --constraints", "--constraints"),
-        (
-            "generate text --task language_modeling --path lm/checkpoint_last.pt --print-alignment",
-            "--print-alignment",
-        ),
-    ],
-    "Machine": [
-        (f"{TRAIN} --fp16", "--fp16 needs a GPU"),
-        (f"{TRAIN} --distributed-world-size 2 --distributed-backend nccl", "needs a GPU"),
-        (f"{TRAIN} --distributed-rank 3", "--distributed-rank is 3"),
-    ],
-    "Our own flags": [
-        (f"{TRAIN} --pack-tokens", "--pack-tokens"),
-        (f"{TRAIN} --fp8", "--fp8 needs our layers"),
-    ],
-}
+CASES = titled(Path(__file__).with_name("native_refusals.txt"))
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +42,13 @@ def test_the_list_has_a_case_for_each_point() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"), [case for cases in CASES.values() for case in cases], ids=lambda x: x
+    ("line", "sentence"), [case for cases in CASES.values() for case in cases], ids=lambda x: x
 )
 def test_native_commands_refuse_it(
-    place: Path, monkeypatch: pytest.MonkeyPatch, line: str, told: str
+    place: Path, monkeypatch: pytest.MonkeyPatch, line: str, sentence: str
 ) -> None:
     monkeypatch.chdir(place)
-    command, *words = shlex.split(line)
+    command, *words = shlex.split(string.Template(line).substitute(globals()))
     result = run(command, *words, "--native")
     assert result.exit_code == 2, (result.output, result.exception)
-    assert told in result.stderr.splitlines()[-1]
+    assert matches(result.stderr.splitlines()[-1], f"lightseq-{command}: error: {sentence}")

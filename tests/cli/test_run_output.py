@@ -36,11 +36,6 @@ print("imported:", *sorted({"sympy", "torch._dynamo"} & {*sys.modules}))
 """
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("binarised"))
-
-
 def target_tokens(data: Path) -> int:
     """Tokens of the training set, including the end-of-sentence symbol of each sentence."""
     lines = (data.parent / "text" / "train.en").read_text().splitlines()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.cli_runs import run, succeed
+from helpers.golden import matches, refusals
 
 # isort: split
 from fairseq.data import Dictionary
@@ -175,26 +176,7 @@ def test_standard_input(reference: Path) -> None:
     assert " = 100.00 " in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--sys {0}/short -r {0}/reference", "short: 2; references: 3. Score exactly"),
-        ("--sys {0}/empty -r {0}/empty", "empty and its references are empty: "),
-        ("--sys {0}/latin -r {0}/reference", "{0}/latin is not UTF-8 text"),
-        ("--sys {0}/cut -r {0}/reference", "lacks 2 sentences (the first is line D-0)"),
-        ("--sys {0}/reference", "no references: set --reference or --test-set"),
-        ("--sys {0}/short -r {0}/short -t wmt14", "cannot be used together"),
-        ("--sys {0}/short -t wmt14", "--test-set needs --language-pair: "),
-        ("--sys {0}/short -r {0}/short -l zh", "--language-pair is zh: write two languages"),
-        ("--sys {0}/short -r {0}/short --tokenize no", "no tokenizer no: choose one of none, zh"),
-        ("--sys {0}/short -t wmt1 -l en-de", "sacrebleu has no test set wmt1"),
-        ("--sys {0}/short -t wmt14 -l en-xx", "wmt14 has no language pair en-xx: choose one of "),
-        ("--sys {0}/short -r {0}/short --compound-split --detokenize de", "scores tokens: remove"),
-        ("--sys {0}/short --compound-split", "{0}/short contains no target sentences"),
-        ("--sys {0}/short -r {0}/short --json {0}/no/row", "Cannot write {0}/no/row"),
-        ("--sys {0}/nothing -r {0}/short", "'{0}/nothing': No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_score"))
 def test_what_cannot_be_scored_is_refused(
     reference: Path, tmp_path: Path, words: str, sentence: str
 ) -> None:
@@ -204,7 +186,7 @@ def test_what_cannot_be_scored_is_refused(
     (tmp_path / "latin").write_bytes("Straße".encode("latin-1"))
     result = run("score", *words.format(tmp_path).split())
     assert result.exit_code == 2, (result.output, result.exception)
-    assert sentence.format(tmp_path) in result.stderr
+    assert matches(result.stderr, f"lightseq-score: error: {sentence}\n")
     assert result.stdout == ""
 
 

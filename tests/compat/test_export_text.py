@@ -14,10 +14,7 @@ from torch import Tensor
 
 # isort: split
 from fairseq import checkpoint_utils
-from fairseq.models.transformer_lm import (
-    TransformerLanguageModel,
-    TransformerLanguageModelConfig,
-)
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 
 VARIANTS = {
     "ours": "--arch ls_transformer_lm --optimizer ls_adam --criterion ls_cross_entropy",

@@ -106,7 +106,7 @@ def test_unknown_fairseq_is_imported_with_a_sentence_about_its_version(tmp_path:
         "@dataclasses.dataclass\nclass Config:\n    common: Common = Common(2)\n"
         "assert Config().common.seed == 2 and Config.common == Common(2)\n"
         "try:\n    f1_score([1], [1], [1], [1], [1], [1])\n"
-        "except Exception as error:\n    print(error)\n",
+        "except Exception as error:\n    print(error)\n"
     )
     run = run_code(
         "from lightseq_fairseq import fairseq_compat\nfrom lightseq_fairseq.base import errors\n"

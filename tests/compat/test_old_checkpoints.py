@@ -430,11 +430,7 @@ def from_the_future(state: State) -> State:
 
 @pytest.mark.parametrize(
     ("written", "precision"),
-    [
-        (from_the_main_branch, "fp32"),
-        (from_the_main_branch, "fp16"),
-        (from_the_future, "fp32"),
-    ],
+    [(from_the_main_branch, "fp32"), (from_the_main_branch, "fp16"), (from_the_future, "fp32")],
 )
 def test_files_of_newer_versions(
     written: Callable[[State], State], precision: str, native: Callable[..., NativeRun],

@@ -13,7 +13,7 @@ from examples import curves, library_text
 from examples.language_model import prompt
 
 SYSTEMS = {"lightseq": [], "fairseq": ["--native"]}
-UPDATES = 20
+UPDATES = 10
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_both_systems_learn_the_same_and_continue_a_prompt(tmp_path: Path) -> No
     assert {row["system"]: row["updates"] for row in rows} == dict.fromkeys(SYSTEMS, UPDATES)
     perplexities = [row["perplexity"] for row in rows]
     assert perplexities[0] == pytest.approx(perplexities[1], rel=0.01)
-    # It was 1013 when this test was written. Equal probabilities of all tokens have 1768.
+    # It was 1102 when this test was written. Equal probabilities of all tokens have 1768.
     assert max(perplexities) < 1200
 
     for folder in folders:

@@ -6,12 +6,12 @@ import math
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.forked_commands import python
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -131,10 +131,10 @@ def test_the_script_with_dropout() -> None:
 
 def run(*words: str, ranks: int = 1) -> list[str]:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(start if ranks > 1 else []), "-m", "examples.layers.train"]
+    command = [python(), *(start if ranks > 1 else []), "-m", "examples.layers.train", "--cpu"]
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
-        [*command, "--cpu", *words], capture_output=True, text=True,
+        [*command, *words], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

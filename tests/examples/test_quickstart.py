@@ -41,11 +41,8 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_no_number_is_in_two_splits() -> None:
     splits = make_data["split_numbers"](pairs=5000, seed=1)
-    assert {name: len(numbers) for name, numbers in splits.items()} == {
-        "train": 5000,
-        "valid": 300,
-        "test": 1000,
-    }
+    sizes = {name: len(numbers) for name, numbers in splits.items()}
+    assert sizes == {"train": 5000, "valid": 300, "test": 1000}
     together = [number for numbers in splits.values() for number in numbers]
     assert len(set(together)) == len(together)
     assert set(together) <= set(range(10**6))

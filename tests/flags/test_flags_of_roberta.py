@@ -20,7 +20,7 @@ import helpers.parity as parity
 import helpers.training_runs as runs
 import pytest
 import torch
-from helpers.flag_runs import pieces, prove, table
+from helpers.flag_runs import lines, pieces, prove, table
 
 from lightseq_fairseq.base.families import ROBERTA
 
@@ -34,73 +34,13 @@ PLAIN: dict[str, dict[str, Any]] = {
     }
     for task, base in zip(TASKS, (runs.MASKED, runs.CLASSES), strict=True)
 }  # fmt: skip
-# Names in braces are folders and files. Settings before a bar are needed by those after it.
-MODEL = [
-    "--activation-fn relu --encoder-embed-dim 24 --encoder-ffn-embed-dim 40 --encoder-layers 3 "
-    "--encoder-attention-heads 4 --encoder-normalize-before --untie-weights-roberta",
-    "--arch ls_roberta_prenorm | --layernorm-embedding",
-    "--encoder-layers 3 | --encoder-layers-to-keep 0,2",
-    "--max-update 2 | --dropout 0.9999999",
-    "--attention-dropout 0.9999999 --activation-dropout 0.9999999",
-    "--restore-file {classes} --reset-optimizer --reset-dataloader --reset-meters "
-    "--reset-lr-scheduler --max-positions 12 --shorten-method truncate | --load-checkpoint-heads",
-]
 FALLBACK = ["--encoder-layers 3 | --encoder-layerdrop 0.5"]
-MASKS = (
-    "--mask-prob 0.4 --leave-unmasked-prob 0.3 --random-token-prob 0.5 "
-    "--freq-weighted-replacement --mask-multiple-length 2 --mask-stdev 0.5"
-)
-SUBWORDS = "--gpt2-encoder-json {encoder} --gpt2-vocab-bpe {merges}"
-SHORT = "--sample-break-mode eos --tokens-per-sample 6"
-# What training and validation must do alike, for each task.
-TASK = {
-    "masked_lm": [
-        "{other}",
-        "--sample-break-mode complete_doc --tokens-per-sample 9",
-        MASKS,
-        f"{SHORT} | --shorten-method truncate",
-        f"{SHORT} | --shorten-method random_crop",
-    ],
-    "sentence_prediction": [
-        "{others}",
-        "--no-shuffle --init-token 5 --separator-token 6",
-        "--num-classes 5",
-    ],
-}
+SHARED = {task: lines(f"RoBERTa, train and validate {task}") for task in TASKS}
 TRAINED = {
-    "masked_lm": [
-        *MODEL,
-        *TASK["masked_lm"],
-        "{data}:{other} --max-update 8 | --max-positions 20",
-        f"{{other}} --bpe gpt2 {SUBWORDS} | --mask-whole-words",
-        f"{SHORT} --shorten-method truncate | --shorten-data-split-list valid",
-    ],
-    "sentence_prediction": [
-        *MODEL,
-        *TASK["sentence_prediction"],
-        "--pooler-activation-fn relu --classification-head-name other --regression-target",
-        "--pooler-dropout 0.9999999",
-        "--max-positions 40",
-        "--max-positions 12 | --shorten-method truncate",
-        "--max-positions 12 | --shorten-method random_crop",
-        "--max-positions 12 --shorten-method truncate --skip-invalid-size-inputs-valid-test | "
-        "--shorten-data-split-list valid",
-    ],
-}  # fmt: skip
-VALIDATED = {
-    "masked_lm": [
-        *TASK["masked_lm"],
-        f"{{other}} {SUBWORDS} | --mask-whole-words --bpe gpt2",
-        f"{SHORT} --shorten-method truncate | --shorten-data-split-list train",
-    ],
-    "sentence_prediction": [
-        *TASK["sentence_prediction"],
-        "--classification-head-name new --regression-target",
-        "--shorten-method random_crop",
-        "--skip-invalid-size-inputs-valid-test | --shorten-data-split-list train",
-        "--max-positions 16",
-    ],
+    task: [*lines("RoBERTa, train: the model"), *SHARED[task], *lines(f"RoBERTa, train {task}")]
+    for task in TASKS
 }
+VALIDATED = {task: [*SHARED[task], *lines(f"RoBERTa, validate {task}")] for task in TASKS}
 REFUSED = [
     "--ffn-blocks-to-remove 1", "--ffn-reg-scale-factor 0.1", "--mha-heads-to-keep 1",
     "--mha-reg-scale-factor 0.1", "--quant-noise-pq 0.1", "--quant-noise-scalar 0.1",

@@ -23,36 +23,14 @@ import helpers.training_runs as runs
 import pytest
 from fairseq import options
 from fairseq.data.monolingual_dataset import MonolingualDataset
-from helpers.flag_runs import pieces, prove, table
+from helpers.flag_runs import lines, pieces, prove, table
 
 from lightseq_fairseq.base.families import LANGUAGE_MODEL
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.plugins.settings import WITHOUT
 
 SETTINGS = table.family_settings(table.OF_TEXT)
-# Names in braces are folders and files. Settings before a bar are needed by those after it.
-MODEL = [
-    "--activation-fn gelu --decoder-embed-dim 24 --decoder-input-dim 20 --decoder-output-dim 28 "
-    "--decoder-ffn-embed-dim 40 --decoder-layers 3 --decoder-attention-heads 4 "
-    "--decoder-learned-pos --layernorm-embedding",
-    "--decoder-normalize-before --no-decoder-final-norm --no-scale-embedding",
-    "--share-decoder-input-output-embed --no-token-positional-embeddings",
-    "--decoder-layers 2 | --decoder-layers-to-keep 0,2,3",
-    "--max-update 2 | --dropout 0.9999999",
-    "--attention-dropout 0.9999999 --activation-dropout 0.9999999",
-    "--relu-dropout 0.9999999",
-    "--checkpoint-activations",
-]
-TASK = [
-    "{other}",
-    "--tokens-per-sample 7 --add-bos-token",
-    "--sample-break-mode complete_doc --output-dictionary-size 40",
-    "--sample-break-mode eos | --max-target-positions 5",
-    "--sample-break-mode eos --tokens-per-sample 4 | --shorten-method truncate",
-    "--sample-break-mode eos --tokens-per-sample 4 --shorten-method truncate | "
-    "--shorten-data-split-list valid",
-    "--sample-break-mode complete --disable-validation None | --pad-to-fixed-length",
-]
+TRAINED, EVAL = lines("language models, train"), lines("language models, eval-lm")
 BANDS = "--adaptive-input --adaptive-input-cutoff 20,50"
 SOFTMAX = "--criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-softmax-cutoff 20,50"
 # Settings -> the reason in the log.
@@ -68,27 +46,6 @@ FALLBACK = {
     "--max-tokens None --batch-size 8 --disable-validation None | --pad-to-fixed-bsz":
     "batches are filled up with blocks (pad_to_bsz)",
 }  # fmt: skip
-EVAL = [
-    "{other}",
-    "--path {second}",
-    "--gen-subset valid",
-    "--max-tokens 40",
-    "--batch-size 3",
-    "--sample-break-mode eos",
-    "--tokens-per-sample 9 --context-window 5",
-    "--add-bos-token",
-    "--output-word-probs --output-word-stats",
-    "--max-tokens 40 --num-shards 3 --shard-id 1",
-    "--max-tokens 40 --num-shards 3 | --shard-id 2",
-    "--num-workers 1 --data-buffer-size 3",
-    "{both} | --dataset-impl mmap",
-    "--model-overrides {'no_scale_embedding':True}",
-    "--output-dictionary-size 20",
-    "--sample-break-mode eos | --pad-to-fixed-length",
-    "--sample-break-mode eos --tokens-per-sample 4 | --shorten-method truncate",
-    "--sample-break-mode eos --tokens-per-sample 4 --shorten-method truncate | "
-    "--shorten-data-split-list valid",
-]
 REFUSED = {
     "train": [
         "--base-layers 1", "--character-embeddings", "--decoder-xformers-att-config {}",
@@ -120,7 +77,7 @@ def test_every_row_has_a_proof() -> None:
         *REFUSED["train"]
     )
     for proven, command, kind in (
-        (named(*MODEL, *TASK), "train", table.HONOURED),
+        (named(*TRAINED), "train", table.HONOURED),
         (named(*FALLBACK), "train", table.FALLBACK),
         (named(*REFUSED["train"]) | parts, "train", table.REFUSED),
         (named(*EVAL) | ELSEWHERE, "eval-lm", table.HONOURED),
@@ -162,7 +119,7 @@ def trained(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-@pytest.mark.parametrize("line", [*MODEL, *TASK])
+@pytest.mark.parametrize("line", TRAINED)
 def test_training_does_what_fairseq_does(trained: Run, line: str) -> None:
     ours, _ = prove(line, trained, flag_families.alike)
     assert ours["losses"] and ours["reasons"] == [] and not ours["error"]

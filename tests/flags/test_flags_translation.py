@@ -22,82 +22,15 @@ from unittest import mock
 import helpers.cli_runs as cli_runs
 import pytest
 import torch
-from helpers.flag_runs import Proofs, launch, names, prove, proven, rows, table
+from helpers.flag_runs import Proofs, launch, lines, names, prove, proven, rows, table
 from helpers.flag_training import messages, user_module, watched
 from helpers.searches import difference_of_lines
 
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 
 # Names in braces are those of the fixture `places`; {save} is a new folder for each run.
-HYPOTHESES = [
-    "--beam 3 --nbest 2 --unkpen -3 --min-len 3",
-    "--unkpen -9 | --max-len-a 0.3 --max-len-b 2",
-    "--beam 4 --nbest 4 --diverse-beam-groups 2 --diverse-beam-strength 0.7",
-    "--nbest 2 --diversity-rate 2",
-    "--nbest 2 --sampling --sampling-topk 3 --seed 4",
-    "--nbest 2 --sampling --sampling-topp 0.8",
-    "--model-overrides {'no_scale_embedding':True}",
-    "--checkpoint-suffix _x",
-    "--post-process subword_nmt",
-]
-# tests/flags/test_generation_flags.py tests these for generate.
-SEARCH = [
-    "--lenpen 0.5 --temperature 2 --print-alignment",
-    "--unnormalized",
-    "--unkpen -9 | --no-repeat-ngram-size 2",
-    "--match-source-len",
-]
-BATCHES = [
-    "--max-tokens 30 --num-workers 1 --data-buffer-size 2 --required-seq-len-multiple 4 "
-    "--left-pad-source --left-pad-target",
-    "--batch-size 3 --required-batch-size-multiple 2",
-    "--max-tokens 60 | --num-batch-buckets 2",
-    "--truncate-source --max-source-positions 5 --load-alignments",
-    "--max-source-positions 6 --max-target-positions 7 --skip-invalid-size-inputs-valid-test",
-    "{reversed} | --source-lang de --target-lang en --dataset-impl mmap",
-]
-TASK = "--volume 3 | --user-dir {user} --task users"
-LOG = [
-    "--batch-size 1 --log-format json --log-interval 1",
-    "--batch-size 1 --log-interval 1 | --no-progress-bar",
-]
-LINES = {
-    "generate": [
-        *HYPOTHESES,
-        *BATCHES,
-        *LOG,
-        TASK,
-        "--score-reference",
-        "--gen-subset valid",
-        "--batch-size 2 --distributed-world-size 2 --distributed-rank 1",
-        "--quiet --scoring sacrebleu",
-        "--bpe subword_nmt --bpe-codes {codes} | --sacrebleu",
-        "--results-path {save}",
-        "{reversed} -s de -t en --dataset-impl raw --unkpen -9 | --replace-unk",
-    ],
-    "interactive": [
-        *HYPOTHESES,
-        *SEARCH,
-        TASK,
-        "--buffer-size 4 --batch-size 2",
-        "--buffer-size 4 --max-tokens 30",
-        "--max-source-positions 6 --skip-invalid-size-inputs-valid-test",
-        "{reversed} | --source-lang de --target-lang en",
-        "--unkpen -9 | --replace-unk",
-    ],
-    "validate": [
-        *BATCHES,
-        *LOG,
-        TASK,
-        "--valid-subset test --batch-size 2",
-        "--seed 3",
-        "--model-overrides {'no_scale_embedding':True}",
-        "--batch-size 1 | --eval-bleu --eval-bleu-print-samples --eval-bleu-remove-bpe "
-        '--eval-bleu-detok moses --eval-bleu-detok-args {"source_lang":"en","target_lang":"fr"} '
-        '--eval-bleu-args {"max_len_b":2}',
-        "--eval-bleu | --eval-tokenized-bleu",
-    ],
-}
+# tests/flags/test_generation_flags.py tests more searches for generate.
+LINES = {command: lines(command) for command in ("generate", "interactive", "validate")}
 LANGUAGE_MODEL = "--lm-path {model} --lm-weight 0.7"
 SHARDS = "--checkpoint-shard-count 2"
 HALF = ["--fp16", "--memory-efficient-fp16"]

@@ -1,4 +1,4 @@
-"""With every flag of generation our model gives what fairseq's model gives, for 200 sentences."""
+"""With every flag of generation our model gives what fairseq's model gives, for 80 sentences."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import helpers.digits as digits
 import pytest
 from helpers.cli_runs import succeed
-from helpers.digits import SENTENCES
 from helpers.flag_runs import Proofs, names, pieces, table
 from helpers.searches import difference_of_lines
 
 # Kinds of output lines: Source, Target, Hypothesis, Detokenised, Positional scores, Alignment,
 # Constraint. "W" lines hold times and are not compared.
 KINDS = "STHDPAC"
+SENTENCES = 80
 TOLERANCE = 1e-3  # for log2-probabilities in float32, printed with four decimals
 PLAIN = "--beam 4"
 
@@ -56,11 +56,15 @@ PROVEN: Proofs = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def dictionary() -> Path:
-    """The file for --replace-unk: a German word and its English translation on each line."""
-    path = digits.toy().folder / "german-english.txt"
-    path.write_text("".join(f"{a} {b}\n" for a, b in zip(*digits.DIGITS, strict=True)))
-    return path
+def files() -> None:
+    """A split with the first sentences of "test", and the file for --replace-unk: a German word and
+    its English translation on each line."""
+    folder = digits.toy().folder
+    for side in ("src", "tgt"):
+        lines = (folder / f"test.src-tgt.{side}").read_text().splitlines(keepends=True)
+        (folder / f"few.src-tgt.{side}").write_text("".join(lines[:SENTENCES]))
+    words = "".join(f"{a} {b}\n" for a, b in zip(*digits.DIGITS, strict=True))
+    (folder / "german-english.txt").write_text(words)
 
 
 @functools.cache
@@ -68,18 +72,8 @@ def output(command: str, flags: str, native: bool) -> list[list[str]]:
     """What a command prints about its sentences: the fields of each line, the label first."""
     toy = digits.toy()
     halfway, last = toy.paths
-    words: list[str | Path] = [
-        "--path",
-        last,
-        "--dataset-impl",
-        "raw",
-        "--cpu",
-        "-s",
-        "src",
-        "-t",
-        "tgt",
-    ]
-    words += ["--gen-subset", "test", "--num-workers", "0"]
+    words: list[str | Path] = ["--path", last, "--dataset-impl", "raw", "--gen-subset", "few"]
+    words += shlex.split("--cpu -s src -t tgt --num-workers 0")
     if "--batch-size" not in flags and command == "generate":
         words += ["--max-tokens", "2000"]
     given = flags.format(
@@ -138,7 +132,7 @@ def test_no_pair_of_words_comes_twice() -> None:
 @pytest.mark.parametrize("constraints", CONSTRAINTS)
 def test_lexical_constraints(constraints: str) -> None:
     folder = digits.toy().folder
-    lines = (folder / "test.src-tgt.src").read_text().splitlines()
+    lines = (folder / "few.src-tgt.src").read_text().splitlines()
     english = digits.DIGITS[1]
     asked = [(english[i % 10], english[i % 7]) for i in range(len(lines))]
     (folder / "constrained").write_text(
@@ -160,7 +154,7 @@ def test_lexical_constraints(constraints: str) -> None:
     "buffers", ["--buffer-size 64 --batch-size 16", "--buffer-size 500 --max-tokens 300"]
 )
 def test_interactive_with_buffers(buffers: str) -> None:
-    flags = "--beam 3 --print-alignment --input {folder}/test.src-tgt.src "
+    flags = "--beam 3 --print-alignment --input {folder}/few.src-tgt.src "
     native = output("interactive", flags + buffers, True)
     ours = output("interactive", flags + buffers, False)
     assert_same(ours, native)

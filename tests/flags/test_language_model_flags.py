@@ -11,6 +11,7 @@ import helpers.counting as counting
 import helpers.digits as digits
 import pytest
 from helpers.cli_runs import succeed
+from helpers.golden import matches, refusals
 from test_generation_flags import assert_same, sentences
 
 PLAIN = "--beam 4"
@@ -125,20 +126,8 @@ def test_scores_only_against_a_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "interactive"])
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--constraints", "a language model, because its search has no constraints: remove it"),
-        ("--print-alignment", "--print-alignment cannot be used with a language model, because it"),
-        ("--replace-unk", "a language model, because it has no source to copy words from: remove"),
-        ("--min-len 60", "--min-len (or min_len in --eval-bleu-args) is larger than"),
-        (
-            "--path {translation}",
-            "which contains no language model but LSTransformerModel: choose another checkpoint",
-        ),
-    ],
-)
-def test_bad_input(command: str, flags: str, said: str) -> None:
+@pytest.mark.parametrize(("flags", "sentence"), refusals(__file__, "test_language_model_flags"))
+def test_bad_input(command: str, flags: str, sentence: str) -> None:
     toy = counting.toy()
     words = f"--task language_modeling --path {toy.path} --cpu --dataset-impl raw "
     words += {
@@ -148,4 +137,4 @@ def test_bad_input(command: str, flags: str, said: str) -> None:
     words += flags.format(translation=digits.toy().paths[-1])
     result = cli_runs.run(command, toy.folder, *words.split())
     assert result.exit_code == 2, (result.output, result.exception)
-    assert said in result.stderr.splitlines()[-1]
+    assert matches(result.stderr.splitlines()[-1], f"lightseq-{command}: error: {sentence}")

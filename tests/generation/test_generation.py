@@ -138,16 +138,8 @@ def test_graphs_of_one_key_read_one_table(toy: Toy, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Graphs, "launch", seen)
     for counts in ((rows - 10, rows - 10), (rows + 50, rows - 70)):
         tokens = digits.sentences(*counts)
-        search(
-            model.decoder.steps,
-            model.encoder,
-            model.decoder,
-            tokens,
-            SearchOptions(1, 1, 2, 3),
-            2,
-            1,
-            2,
-        )
+        given = tokens, SearchOptions(1, 1, 2, 3), 2, 1, 2
+        search(model.decoder.steps, model.encoder, model.decoder, *given)
     assert sorted(map(list, tables.values())) == [[rows], [2 * rows]]
 
 

@@ -134,7 +134,7 @@ def devices_of_searches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]
 
 
 LEFT_TO_FAIRSEQ: dict[str, dict[str, Any]] = {
-    "source-length": {"beam": 4, "match_source_len": True},
+    "source-length": {"beam": 4, "match_source_len": True}
 }
 
 

@@ -1,5 +1,5 @@
-"""Runs of ``lightseq-bench train`` in this process; each training that it starts is a process of
-its own, which is forked if it should succeed."""
+"""Runs of ``lightseq-bench`` in this process; each run that it measures is a process of its own,
+which is forked if it should succeed."""
 
 from __future__ import annotations
 
@@ -26,19 +26,25 @@ def bench_train(*words: object) -> Result:
     return CliRunner().invoke(bench.main, ["train", *map(str, words)])
 
 
+def bench_forked(*words: object) -> Result:
+    """The result of the command, which must succeed."""
+    with mock.patch.object(sys, "executable", str(forked_commands.python())):
+        done = CliRunner().invoke(bench.main, list(map(str, words)))
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
 def bench_once(
     folder: Path, case: str, systems: Sequence[str], *corpus: object
 ) -> tuple[Any, dict[str, Any]]:
-    """The result of the command, which must succeed, and its rows by system; ``corpus`` holds
-    further words."""
+    """The result of ``lightseq-bench train``, and its rows by system; ``corpus`` holds further
+    words."""
     output = folder / "rows.json"
-    with mock.patch.object(sys, "executable", str(forked_commands.python())):
-        done = bench_train(
-        "--case", case, "--systems", ",".join(systems),
+    done = bench_forked(
+        "train", "--case", case, "--systems", ",".join(systems),
         "--updates", 40, "--warm-up", 5, "--rounds", 1, "--workers", 0, *corpus,
         "--output", output, "--logs", folder / "logs",
     )  # fmt: skip
-    assert done.exit_code == 0, done.stderr
     return done, {row["system"]: row for row in json.loads(output.read_text())}
 
 

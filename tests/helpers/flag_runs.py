@@ -20,6 +20,8 @@ from scripts import flags as table
 
 ROOT = Path(__file__).resolve().parents[2]
 
+HONOURED = ROOT / "tests" / "flags" / "honoured.txt"
+
 Proofs = dict[tuple[str, str], set[str]]
 
 
@@ -36,6 +38,17 @@ _spare_time()
 
 
 SETTINGS = table.translation_settings()
+
+
+def lines(subject: str) -> list[str]:
+    """The lines of honoured.txt whose title begins with the subject, or names it as a command."""
+    found = []
+    for part in HONOURED.read_text().split("\n# ")[1:]:
+        title, *rest = part.splitlines()
+        commands = title.partition(":")[0].split(", ")
+        if title.startswith(subject) or subject in commands:
+            found += [line for line in rest if line and not line.startswith("#:")]
+    return found
 
 
 def rows(command: str, kind: str) -> set[str]:

@@ -25,6 +25,9 @@ from pathlib import Path
 BIN = Path(sys.executable).parent
 SCRIPT = """#!{python} -IS
 import json, os, socket, sys
+name, *words = sys.argv
+if name.endswith(("/python", "/python3")) and words[:1] not in (["-m"], ["-c"]):
+    os.execv({python!r}, [{python!r}, *words])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     request = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode() + b"\\n"
@@ -38,23 +41,22 @@ sys.exit(status)
 
 
 @functools.cache
-def path() -> str:
-    """The value of PATH with the forked commands, then the environment's, then the caller's."""
+def path(before: str = "") -> str:
+    """The value of PATH with the forked commands, then the environment's, then the caller's.
+
+    Code ``before`` runs before the imports.
+    """
     folder = tempfile.TemporaryDirectory(prefix="commands-")
     address = f"{folder.name}/server"
     scripts = Path(folder.name, "bin")
     scripts.mkdir()
-    for point in metadata.entry_points(group="console_scripts"):
-        if point.module.startswith("lightseq_fairseq."):
-            script = scripts / point.name
-            script.write_text(SCRIPT.format(python=sys.executable, address=address))
-            script.chmod(0o755)
-    # Not on the PATH, because it runs only modules.
-    script = scripts.with_name("python")
-    script.write_text(SCRIPT.format(python=sys.executable, address=address))
-    script.chmod(0o755)
+    points = metadata.entry_points(group="console_scripts")
+    ours = [point.name for point in points if point.module.startswith("lightseq_fairseq.")]
+    for name in (*ours, "python", "python3"):
+        (scripts / name).write_text(SCRIPT.format(python=sys.executable, address=address))
+        (scripts / name).chmod(0o755)
     server = subprocess.Popen(
-        [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, __file__, address, before], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert server.stdin is not None and server.stdout is not None
     server.stdout.readline()  # it listens
@@ -63,19 +65,21 @@ def path() -> str:
     return os.pathsep.join([str(scripts), str(BIN), os.environ["PATH"]])
 
 
-def python() -> Path:
-    """A Python that runs only ``-m MODULE``, in a forked process."""
-    return Path(path().partition(os.pathsep)[0]).with_name("python")
+def python(before: str = "") -> Path:
+    """The Python on that path. It forks for ``-m MODULE`` and ``-c CODE``; signals get lost."""
+    return Path(path(before).partition(os.pathsep)[0], "python")
 
 
-def serve(address: str) -> tuple[list[str], str, dict[str, str]] | None:
+def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | None:
     """Forks for each command; returns the command in the forked process, and None in the server at
     the end of its input."""
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as waiting:
         listener.bind(address)
         listener.listen()
         print("listens", flush=True)
-        for module in ("torch._dynamo", "lightseq_fairseq.plugins"):  # and so torch and fairseq
+        exec(before, {})
+        # And so torch and fairseq.
+        for module in ("torch._dynamo", "lightseq_fairseq.plugins", "matplotlib.figure"):
             importlib.import_module(module)
         waiting.register(sys.stdin, selectors.EVENT_READ)
         waiting.register(listener, selectors.EVENT_READ)
@@ -115,16 +119,20 @@ def serve(address: str) -> tuple[list[str], str, dict[str, str]] | None:
 
 
 def main() -> None:
-    command = serve(sys.argv[1])
+    command = serve(*sys.argv[1:])
     if command is None:
         return
     words, folder, environment = command
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    if Path(words[0]).name == "python":
-        _, _, module, *sys.argv[1:] = words
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if Path(words[0]).name in ("python", "python3"):
+        _, kind, program, *sys.argv[1:] = words
+        sys.path[:1] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        if kind == "-m":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            exec(program, {"__name__": "__main__"})
         return
     (point,) = metadata.entry_points(group="console_scripts", name=Path(words[0]).name)
     # As if it were the environment's script; a process that it spawns imports this file.

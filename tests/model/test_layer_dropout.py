@@ -12,13 +12,7 @@ import torch
 from helpers.layer_inputs import RATES, RECOMPUTED, RNG, lengths, rows
 from torch import Tensor, nn
 
-from lightseq_fairseq.layers import (
-    DecoderLayer,
-    Embedding,
-    EncoderLayer,
-    draw_rng,
-    run_encoder,
-)
+from lightseq_fairseq.layers import DecoderLayer, Embedding, EncoderLayer, draw_rng, run_encoder
 
 
 def test_dropout_follows_mode_and_counter() -> None:

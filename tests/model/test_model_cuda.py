@@ -109,10 +109,7 @@ def with_references() -> Iterator[None]:
 
 
 def check(
-    module: nn.Module,
-    inputs: tuple[Tensor, ...],
-    dtype: torch.dtype,
-    call: Callable[..., Results],
+    module: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype, call: Callable[..., Results]
 ) -> None:
     """Compares the error of every output and gradient, in the 2-norm, with that of plain torch."""
     low = seeded_weights(module).to(dtype)

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.ops_testing import (
-    assert_as_good_as,
-    check_gradients,
-    leaf,
-    make_rng,
-    poisoned,
-)
+from helpers.ops_testing import assert_as_good_as, check_gradients, leaf, make_rng, poisoned
 from torch.nn import functional
 
 from lightseq_fairseq import ops

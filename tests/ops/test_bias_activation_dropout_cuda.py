@@ -57,13 +57,7 @@ class Inner:
     def backward(self, dbias=None, accumulate=False, rng=None):
         poison_cache()
         return ops.bias_activation_dropout_bwd(
-            self.dy,
-            self.x,
-            self.bias,
-            self.activation,
-            dropout(self.p, rng),
-            dbias,
-            accumulate,
+            self.dy, self.x, self.bias, self.activation, dropout(self.p, rng), dbias, accumulate
         )
 
     def results(self):

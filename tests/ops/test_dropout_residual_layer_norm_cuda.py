@@ -451,10 +451,7 @@ def test_not_a_number_stays_visible_in_casts():
         ({"residual": torch.randn(4, 34)[:, :32]}, "residual must be contiguous in its last"),
         ({"gamma": torch.randn(64)[::2]}, "gamma must be contiguous in its last dimension"),
         ({"x": torch.randn(4, 32).double()}, "x must be float32, float16 or bfloat16 on a GPU"),
-        (
-            {"x": torch.randn(2, 16384)},
-            "rows must have at most 8192 elements on a GPU, got 16384",
-        ),
+        ({"x": torch.randn(2, 16384)}, "rows must have at most 8192 elements on a GPU, got 16384"),
     ],
 )
 def test_refusals(change, message):

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.fp8_operands import numbers, quantised, widened, with_nan
-from helpers.ops_testing import (
-    assert_as_good_as,
-    check_gradients,
-    leaf,
-    poisoned,
-)
+from helpers.ops_testing import assert_as_good_as, check_gradients, leaf, poisoned
 from torch import Tensor
 from torch.nn import functional
 

@@ -35,10 +35,7 @@ pytestmark = pytest.mark.gpu
 
 SITE = 2
 HALVES = [torch.float16, torch.bfloat16]
-GELUS = {
-    "gelu": functional.gelu,
-    "gelu_accurate": lambda x: functional.gelu(x, approximate="tanh"),
-}
+GELUS = {"gelu": functional.gelu, "gelu_accurate": lambda x: functional.gelu(x, approximate="tanh")}
 ACTIVATIONS = {"relu": functional.relu, **GELUS}
 # Rows, inputs, outputs. Tiles of 128 x 256 for most SMs of an H200: complete tiles; an odd
 # number of row tiles, so that the last clusters have one tile; incomplete tiles on all sides; a

@@ -14,13 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.linear_cases import (
-    Chain,
-    assert_replays_have_new_weights,
-    captured,
-    drawn,
-    inside,
-)
+from helpers.linear_cases import Chain, assert_replays_have_new_weights, captured, drawn, inside
 from helpers.ops_testing import assert_as_good_as, poison_cache
 from torch.nn import functional
 
@@ -99,7 +93,7 @@ def run(cache: Path, program: str, tile: int) -> None:
     environment = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=os.path.dirname(__file__), capture_output=True, text=True,
-        env={**os.environ, **environment}, timeout=300, check=False,
+        env={**os.environ, **environment}, timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
 

@@ -369,8 +369,7 @@ def test_adam(is_split: bool, dtype: torch.dtype) -> None:
             param = ops.split_floats(param, low)
         norm = ops.adam_norm(grad)
         ops.adam_step(
-            *(param, *moments, grad, low, step, *scalars, norm),
-            *(1.0, 1e-6, 0.9, 0.98, 1e-8, 0.1),
+            *(param, *moments, grad, low, step, *scalars, norm), *(1.0, 1e-6, 0.9, 0.98, 1e-8, 0.1)
         )
         return param, *moments, low, step, norm
 

@@ -22,9 +22,7 @@ import helpers.training_runs as runs
 import pytest
 import torch
 from fairseq.criterions import register_criterion
-from fairseq.criterions.label_smoothed_cross_entropy import (
-    LabelSmoothedCrossEntropyCriterionConfig,
-)
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterionConfig
 from fairseq.models import ARCH_CONFIG_REGISTRY, register_model_architecture
 from fairseq.tasks.translation import TranslationTask
 

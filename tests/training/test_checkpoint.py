@@ -58,11 +58,7 @@ class TestNames:
         ("kind", "name", "native"),
         [
             ("arch", "ls_transformer", "transformer"),
-            (
-                "arch",
-                "ls_transformer_wmt_en_de_big_t2t",
-                "transformer_wmt_en_de_big_t2t",
-            ),
+            ("arch", "ls_transformer_wmt_en_de_big_t2t", "transformer_wmt_en_de_big_t2t"),
             ("arch", "transformer_iwslt_de_en", "transformer_iwslt_de_en"),
             ("arch", "lstm", "lstm"),
             ("criterion", "ls_label_smoothed_cross_entropy", "label_smoothed_cross_entropy"),
@@ -146,7 +142,7 @@ class TestFiles:
             "assert not [name for name in models.ARCH_MODEL_REGISTRY if name.startswith('ls_')]\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", script, str(ls_run)], capture_output=True, text=True, check=False
+            [sys.executable, "-c", script, str(ls_run)], capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split("\n")[-2] == (
@@ -415,10 +411,7 @@ class TestAtomicWrites:
                 raise KeyboardInterrupt
             return io.FileIO.write(file, data)
 
-        with (
-            mock.patch.object(files._File, "write", interrupted),
-            pytest.raises(KeyboardInterrupt),
-        ):
+        with mock.patch.object(files._File, "write", interrupted), pytest.raises(KeyboardInterrupt):
             self.write("save", path)
         assert self.is_(path, self.OLD)
         self.nothing_else(path)

@@ -32,14 +32,9 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_runs.binarise(tmp_path_factory.mktemp("binarised"))
-
-
 @pytest.fixture
 def train(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    binarised: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> Iterator[Callable[..., list[Record]]]:
     """Runs a command, and returns its log; the host runs two steps ahead, as on a GPU."""
     caplog.set_level(logging.INFO)
@@ -51,7 +46,7 @@ def train(
         caplog.clear()
         with mock.patch.object(captured, "steps_ahead", lambda *_: ahead):
             result = cli_runs.run(
-                "train", data, *SMALL.split(), *words, "--save-dir", tmp_path / folder
+                "train", binarised, *SMALL.split(), *words, "--save-dir", tmp_path / folder
             )
         assert result.exit_code == status, (result.output, result.exception)
         found = [(record.name, record.getMessage()) for record in caplog.records]

@@ -459,9 +459,7 @@ class TestAsAPlugin:
             "import sys; assert 'plugins' in sys.modules; import lightseq_fairseq.plugins\n"
             "print(optim.OPTIMIZER_REGISTRY['ls_adam'].__module__)\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.split()[-1] == "lightseq_fairseq.plugins.optimizer"
 

@@ -27,11 +27,6 @@ from lightseq_fairseq.step.training_step import TrainingStep
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module", name="data")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gradient_that_is_not_finite_stops_the_run_which_can_go_on(
     data: Path, tmp_path: Path, precision: str
