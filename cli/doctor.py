@@ -200,11 +200,11 @@ def kernels(problems: list[Problem]) -> Facts:
 
 
 def settings(problems: list[Problem]) -> Facts:
+    variables = {**os.environ}
     for (name, value), effect in SLOW_SETTINGS.items():
-        if os.environ.get(name) == value:
+        if variables.get(name) == value:
             problems.append(Problem("slow", f"{name}={value} is set: {effect}. Unset it."))
-    ours = sorted(name for name in os.environ if name.startswith("LIGHTSEQ"))
-    return {name: os.environ[name] for name in ours}
+    return {name: variables[name] for name in sorted(variables) if name.startswith("LIGHTSEQ")}
 
 
 def command(problems: list[Problem]) -> Facts:
