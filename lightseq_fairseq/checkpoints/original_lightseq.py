@@ -17,13 +17,13 @@ from argparse import Namespace
 from typing import Any
 
 import torch
+from fairseq.models import ARCH_MODEL_INV_REGISTRY
 from torch import Tensor
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.checkpoints.names import native_cfg
 from lightseq_fairseq.fairseq_compat.checkpoints import is_original_lightseq
 from lightseq_fairseq.layers import sinusoidal_positions
-from lightseq_fairseq.plugins.transformer import TRANSLATION_ARCHS
 
 Tensors = dict[str, Tensor]
 Shapes = dict[str, tuple[int, ...]]  # by fairseq's name, in the order of the vector
@@ -236,7 +236,7 @@ def _native_args(args: Namespace, model: Tensors) -> Namespace:
         "decoder_output_dim": args.decoder_embed_dim,
         "decoder_input_dim": args.decoder_embed_dim,
     }
-    if changed["arch"] not in TRANSLATION_ARCHS:
+    if changed["arch"] not in ARCH_MODEL_INV_REGISTRY["transformer"]:
         changed["arch"] = "transformer"  # a user's own architecture; args hold all its options
     for side, option in (("encoder", "max_source_positions"), ("decoder", "max_target_positions")):
         changed[option] = len(model[f"{side}.embed_positions.weight"]) - _PAD - 1

@@ -23,9 +23,21 @@ from lightseq_fairseq.fairseq_compat import patching
 # Must run before the first import of fairseq, which may fail without it.
 fairseq_compat.import_only()
 
-for family in FAMILIES:
-    named(family.ours)
+from fairseq.models import (  # noqa: E402
+    ARCH_CONFIG_REGISTRY,
+    ARCH_MODEL_INV_REGISTRY,
+    ARCH_MODEL_REGISTRY,
+    register_model_architecture,
+)
+
 from lightseq_fairseq.plugins import criterion, optimizer  # noqa: E402, F401
+from lightseq_fairseq.plugins.flat_model import registered_name  # noqa: E402
+
+for family in FAMILIES:
+    ours, native = (registered_name(named(place)) for place in (family.ours, family.native))
+    for arch in ARCH_MODEL_INV_REGISTRY[native]:
+        if f"ls_{arch}" not in ARCH_MODEL_REGISTRY:  # with a dataclass, register_model adds one
+            register_model_architecture(ours, f"ls_{arch}")(ARCH_CONFIG_REGISTRY[arch])
 
 if __name__ != f"{patching.PACKAGE}.plugins":
     # FlatModel.build_model calls these too, but too late for --bf16 and for loading checkpoints.

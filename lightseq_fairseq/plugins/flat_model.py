@@ -82,7 +82,7 @@ class FlatModel(NotCompiled):
                 reason and what to do.
         """
         if (unsupported := unsupported_option(args, cls.family.supports)) is not None:
-            arch = getattr(args, "arch", None) or _registered_name(cls)
+            arch = getattr(args, "arch", None) or registered_name(cls)
             raise UserError(unsupported.sentence(arch))
         fairseq_compat.prepare()
         patching.apply("model")
@@ -150,12 +150,12 @@ class FlatModel(NotCompiled):
         if next(self.parameters()).is_cuda and "attention_fwd" in library.load().kernels:
             unsupported = unsupported_width(self.sides()[0][0].cfg)
             if unsupported:
-                raise UserError(unsupported.sentence(_registered_name(type(self))))
+                raise UserError(unsupported.sentence(registered_name(type(self))))
         self._flatten()
         return self
 
 
-def _registered_name(model: type) -> str:
+def registered_name(model: type) -> str:
     """The name of a model's class in fairseq's registry, such as ``ls_transformer``."""
     return next((name for name, known in MODEL_REGISTRY.items() if known is model), model.__name__)
 

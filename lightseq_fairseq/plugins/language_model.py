@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fairseq.models import (
-    ARCH_CONFIG_REGISTRY,
-    ARCH_MODEL_INV_REGISTRY,
-    register_model,
-    register_model_architecture,
-)
+from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from torch import Tensor
@@ -83,8 +78,3 @@ class LSTransformerLanguageModel(FlatModel, TransformerLanguageModel):
 
 def _decoder(original: Any, args: Any, *arguments: Any, **options: Any) -> LSTransformerDecoder:
     return LSTransformerDecoder(TransformerConfig.from_namespace(args), *arguments, **options)
-
-
-for _arch in ARCH_MODEL_INV_REGISTRY["transformer_lm"]:
-    if _arch != "transformer_lm":  # register_model did this one, as for every dataclass
-        register_model_architecture("ls_transformer_lm", f"ls_{_arch}")(ARCH_CONFIG_REGISTRY[_arch])

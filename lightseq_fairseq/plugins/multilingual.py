@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from typing import Any
 
-from fairseq.models import ARCH_CONFIG_REGISTRY, register_model, register_model_architecture
+from fairseq.models import register_model
 from fairseq.models.multilingual_transformer import MultilingualTransformerModel
 from fairseq.models.transformer import TransformerConfig
 from torch import Tensor
@@ -64,9 +64,3 @@ class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
         """
         pair = self.models[batch.part]
         return packed_logits(pair.encoder, pair.decoder, batch, rng)
-
-
-for _arch in ("multilingual_transformer", "multilingual_transformer_iwslt_de_en"):
-    register_model_architecture("ls_multilingual_transformer", f"ls_{_arch}")(
-        ARCH_CONFIG_REGISTRY[_arch]
-    )

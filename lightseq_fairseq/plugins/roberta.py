@@ -8,12 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fairseq.models import (
-    ARCH_CONFIG_REGISTRY,
-    ARCH_MODEL_INV_REGISTRY,
-    register_model,
-    register_model_architecture,
-)
+from fairseq.models import register_model
 from fairseq.models.roberta import RobertaEncoder, RobertaLMHead, RobertaModel
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
@@ -161,7 +156,3 @@ class LSRobertaModel(FlatModel, RobertaModel):
         used.append(self.encoder.lm_head if head is None else self.classification_heads[head])
         places = {id(p) for module in used for p in module.parameters()}
         return [p for p in self.parameters() if id(p) not in places]
-
-
-for _arch in ARCH_MODEL_INV_REGISTRY["roberta"]:
-    register_model_architecture("ls_roberta", f"ls_{_arch}")(ARCH_CONFIG_REGISTRY[_arch])

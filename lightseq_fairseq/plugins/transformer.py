@@ -13,7 +13,7 @@ from argparse import Namespace
 from typing import Any
 
 import torch
-from fairseq.models import ARCH_CONFIG_REGISTRY, register_model, register_model_architecture
+from fairseq.models import register_model
 from fairseq.models.transformer import (
     TransformerConfig,
     TransformerDecoderBase,
@@ -440,17 +440,3 @@ def packed_logits(
     memory = encoder.encoded(source["tokens"], source.segments, rng, cast=cast)
     x, _ = decoder.features(target["previous"], target.segments, memory, source.segments, rng)
     return decoder.output_layer(x)
-
-
-TRANSLATION_ARCHS = (
-    "transformer",
-    "transformer_tiny",
-    "transformer_iwslt_de_en",
-    "transformer_wmt_en_de",
-    "transformer_vaswani_wmt_en_de_big",
-    "transformer_vaswani_wmt_en_fr_big",
-    "transformer_wmt_en_de_big",
-    "transformer_wmt_en_de_big_t2t",
-)
-for _arch in TRANSLATION_ARCHS:
-    register_model_architecture("ls_transformer", f"ls_{_arch}")(ARCH_CONFIG_REGISTRY[_arch])

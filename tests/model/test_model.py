@@ -12,12 +12,12 @@ from typing import Any
 import helpers.parity as parity
 import pytest
 import torch
+from fairseq.models import ARCH_MODEL_INV_REGISTRY
 from helpers.parity import LS, NATIVE, PAD, command_line
 from torch import Tensor
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.memory.parameters import as_one
-from lightseq_fairseq.plugins.transformer import TRANSLATION_ARCHS
 from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported_width
 
 PRE_NORM = {"encoder_normalize_before": True, "decoder_normalize_before": True}
@@ -66,7 +66,7 @@ def batch(task: Any, sentences: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shared", EMBEDDINGS.values(), ids=EMBEDDINGS)
-@pytest.mark.parametrize("arch", TRANSLATION_ARCHS)
+@pytest.mark.parametrize("arch", ARCH_MODEL_INV_REGISTRY["transformer"])
 def test_same_seed_same_model(corpus: Path, arch: str, shared: dict[str, Any]) -> None:
     ours, native = (
         build(corpus, systems, arch=arch, seed=42, **SMALL, **shared)[1].state_dict()
@@ -83,7 +83,7 @@ def assert_same_state(ours: dict[str, Tensor], native: dict[str, Tensor]) -> Non
         assert name.endswith("_float_tensor") or torch.equal(ours[name], value), name
 
 
-@pytest.mark.parametrize("arch", TRANSLATION_ARCHS)
+@pytest.mark.parametrize("arch", ARCH_MODEL_INV_REGISTRY["transformer"])
 def test_architectures_are_fairseqs(corpus: Path, arch: str) -> None:
     keep_arch = {name: None for name in parity.FLAGS if "coder" in name or name == "dropout"}
     ours, native = (
