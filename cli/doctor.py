@@ -116,7 +116,7 @@ def gpus(problems: list[Problem]) -> Facts:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         text = (
-            "There is no GPU: PyTorch references run on the CPU, which is enough for small models "
+            "There is no GPU: PyTorch code runs on the CPU, which is enough for small models "
             "and tests. For more, use a GPU of compute capability 8.0 or later."
         )
         if listed and torch.version.cuda is None:
@@ -185,7 +185,7 @@ def kernels(problems: list[Problem]) -> Facts:
         names = f" for {', '.join(status.references)}" if status.kernels else ""
         why = status.reason or f"`{library.BUILD_COMMAND}` in a checkout compiles what is missing"
         compiler = "" if nvcc([]) else f" That needs nvcc {torch.version.cuda}, which is not found."
-        text = f"PyTorch references stand in{names} on this GPU: {why}.{compiler}"
+        text = f"PyTorch code replaces the kernels{names} on this GPU: {why}.{compiler}"
         problems.append(Problem("slow", text))
     if status.acts_as is not None:
         text = f"The library is for tests: it treats each GPU as sm_{status.acts_as}."

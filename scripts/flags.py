@@ -141,43 +141,43 @@ NOTES = {
     "--help": "shows the launcher's help; `--fairseq-help` shows fairseq's",
 }
 INTRODUCTION = """\
-# Settings
+# Flags
 
 <!-- Made by scripts/flags.py; do not edit. -->
 
-What `lightseq-train`, `-generate`, `-validate` and `-interactive` do with each setting of fairseq
-0.12.2, for `--task translation`. A dash means that fairseq's command has no such setting.
+What `lightseq-train`, `-generate`, `-validate` and `-interactive` do with each flag of fairseq
+0.12.2, for `--task translation`. A dash means that fairseq's command has no such flag.
 
-* **honoured**: the setting has the same effect as in fairseq. Training uses the captured step.
-* **fallback**: the setting has the same effect as in fairseq. Training uses fairseq's own step with
+* **honoured**: the flag has the same effect as in fairseq. Training uses the captured step.
+* **fallback**: the flag has the same effect as in fairseq. Training uses fairseq's own step with
   the same layers. One line before the first update says "step: fairseq's own" and the reason.
-* **refused**: the command ends with a message: the setting, the reason, and what to do.
-* **no effect**: fairseq's command accepts the setting but does not use it. A note at start-up says
+* **refused**: the command ends with a message: the flag, the reason, and what to do.
+* **no effect**: fairseq's command accepts the flag but does not use it. A note at start-up says
   so.
 
-Rules for settings that are not in the table, and for special cases:
+Rules for flags that are not in the table, and for special cases:
 
-* Runs with another optimizer or criterion are fallbacks. The table does not list their settings.
+* Runs with another optimizer or criterion are fallbacks. The table does not list their flags.
 * A run of another task is a fallback if its data or its training step are different. It is refused
   if its data do not fit the arch.
-* A setting that is "part of" another setting has the same answer as the other one. Without the
+* A flag that is "part of" another flag has the same answer as the other one. Without the
   other one it has no effect, and a note says so. In a run with one rank, this is also true for
-  settings of several ranks.
+  flags of several ranks.
 * A command without any `ls_` part, or with `--native`, runs fairseq's own code. It refuses no
-  setting of the tables for that reason, but it also refuses [wrong input](#wrong-input).
-* With `--task language_modeling`, the settings of the search in generate and interactive have the
+  flag of the tables for that reason, but it also refuses [wrong input](#wrong-input).
+* With `--task language_modeling`, the flags of the search in generate and interactive have the
   same answers (`tests/flags/test_language_model_flags.py`). Three need a source and are refused:
   `--constraints`, `--print-alignment`, `--replace-unk`.
 
 A test runs the command of each row. If the answer is honoured or fallback, the test compares the
-result with fairseq's own command, and checks that the setting changes the result there.
+result with fairseq's own command, and checks that the flag changes the result there.
 `tests/flags/test_flags_proofs.py` fails if a row has no such test.
 """
 TEXT_INTRODUCTION = """\
 ## Language models
 
-This table has the settings of `--task language_modeling` and of the archs of `ls_transformer_lm` in
-training, and the settings of `lightseq-eval-lm` for data and output. All other settings are in the
+This table has the flags of `--task language_modeling` and of the archs of `ls_transformer_lm` in
+training, and the flags of `lightseq-eval-lm` for data and output. All other flags are in the
 table above, and have the same answers in training. For precision, logs, ranks and plugins,
 `lightseq-eval-lm` has the answers of `lightseq-generate`. Settings of training have no effect in
 `lightseq-eval-lm`.
@@ -187,18 +187,18 @@ A test runs each row, as above (`tests/flags/test_flags_of_text.py`).
 ROBERTA_INTRODUCTION = """\
 ## RoBERTa
 
-This table has the settings of the archs of `ls_roberta`, of `--task masked_lm`, and of `--task
+This table has the flags of the archs of `ls_roberta`, of `--task masked_lm`, and of `--task
 sentence_prediction` with its criterion, in `lightseq-train` and `lightseq-validate`. All other
-settings are in the first table, and have the same answers. `lightseq-validate --task
-sentence_prediction` adds `--criterion sentence_prediction`: fairseq takes settings from it.
+flags are in the first table, and have the same answers. `lightseq-validate --task
+sentence_prediction` adds `--criterion sentence_prediction`: fairseq takes flags from it.
 
 A test runs each row, as above (`tests/flags/test_flags_of_roberta.py`).
 """
 OWN_INTRODUCTION = """\
 ## Flags that fairseq does not have
 
-`lightseq-train` has these flags besides those of all commands ([commands.md](commands.md)). With
-`--fp8`, every setting is refused that is a fallback in the tables above: only the captured step
+`lightseq-train` has these flags besides those of all commands ([Commands](commands.md)). With
+`--fp8`, every flag is refused that is a fallback in the tables above: only the captured step
 computes in fp8.
 """
 WRONG_INPUT = """\
@@ -425,7 +425,7 @@ def table(
     answer: Callable[[str, str, Row], tuple[str, str]], notes: dict[str, str],
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of a table: settings with the answer of each command."""
-    yield f"| setting | {' | '.join(commands)} | |"
+    yield f"| flag | {' | '.join(commands)} | |"
     yield "|---|" + "---|" * (len(commands) + 1)
     for name, row in sorted(rows.items(), key=lambda item: item[0].lstrip("-")):
         answers = {command: answer(command, name, row) for command in row.commands}

@@ -245,4 +245,4 @@ def _interrupted(request: Request, how: str) -> str:
         return f"{how} before the first checkpoint; the same command starts anew."
     begins = [flag for flag in messages.BEGINNING if defaults.is_given(request.argv, (flag,))]
     without = f" without {' '.join(begins)}" if begins else ""
-    return f"{how}; the same command{without} goes on from {last}."
+    return f"{how}; the same command{without} resumes from {last}."

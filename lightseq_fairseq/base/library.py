@@ -231,4 +231,4 @@ def _with_warning(reference: Callable[..., Any], why: str) -> Callable[..., Any]
 
 @functools.cache
 def _warn(why: str) -> None:
-    logger.warning("this GPU runs slow PyTorch references instead of CUDA kernels: %s", why)
+    logger.warning("this GPU runs slow PyTorch code instead of CUDA kernels: %s", why)

@@ -122,7 +122,9 @@ class Trainer(ResumableTrainer):
         """The kind of step that training runs, with the reason in brackets."""
         if self._fallback_reason is not None:
             return f"fairseq's own ({self._fallback_reason})"
-        ops = "CUDA kernels" if self.cuda and library.load().kernels else "PyTorch references"
+        ops = "PyTorch code" if self.cuda else "PyTorch code on the CPU"
+        if self.cuda and library.load().kernels:
+            ops = "CUDA kernels"
         reason = graphs.why_not_captured(self.device)
         if reason is None:
             return f"captured as CUDA graphs, packed tokens, {ops} (all parts are ls_)"

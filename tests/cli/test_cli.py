@@ -294,7 +294,7 @@ def test_ctrl_c_leaves_with_130_and_one_sentence(data: Path, tmp_path: Path) -> 
     assert "Traceback" not in complaint
     last = tmp_path / "checkpoint_last.pt"
     assert complaint.splitlines()[-1] == (
-        f"lightseq-train: interrupted; the same command goes on from {last}."
+        f"lightseq-train: interrupted; the same command resumes from {last}."
     )
     torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
 

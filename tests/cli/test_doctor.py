@@ -51,7 +51,7 @@ def test_this_installation_can_train():
 
 
 def test_without_a_gpu_it_says_what_runs_in_its_place():
-    assert "\nslow: There is no GPU: PyTorch references run on the CPU" in run()
+    assert "\nslow: There is no GPU: PyTorch code runs on the CPU" in run()
 
 
 def test_details():
@@ -133,7 +133,7 @@ def test_without_kernels_a_gpu_is_slow(monkeypatch, compiler):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "nvcc", lambda found: compiler)
     (problem,) = problems(doctor.kernels, "slow")
-    expected = "PyTorch references stand in on this GPU: the CUDA build was skipped: no nvcc."
+    expected = "PyTorch code replaces the kernels on this GPU: the CUDA build was skipped: no nvcc."
     assert problem.startswith(expected)
     assert ("That needs nvcc" in problem) is (compiler is None)
 

@@ -124,7 +124,7 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
         "optimizer ls_adam, criterion ls_label_smoothed_cross_entropy, schedule inverse_sqrt, "
         "learning rate 0.0005"
     )
-    expected = "eager, packed tokens, PyTorch references (CUDA graphs need a GPU)"
+    expected = "eager, packed tokens, PyTorch code on the CPU (CUDA graphs need a GPU)"
     assert lines["step"] == expected
     updates, tokens, seconds, speed = map(
         float, re.findall(r"\d[\d.]*", lines["trained"].replace(",", ""))

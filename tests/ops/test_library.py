@@ -200,7 +200,7 @@ def test_without_a_library_references_stand_in_and_say_so_once(tmp_path):
     status = json.loads(result.stdout)
     assert status["path"] is None and status["kernels"] == []
     assert "have not been compiled" in status["reason"]
-    assert result.stderr.count("slow PyTorch references") == 1
+    assert result.stderr.count("slow PyTorch code") == 1
     assert status["reason"] in result.stderr
 
 

@@ -336,7 +336,7 @@ def test_the_launcher_says_so(
     assert process.returncode == 128 + number, complaint
     assert "Traceback" not in complaint
     last = tmp_path / "save/checkpoint_last.pt"
-    sentence = f"lightseq-train: stopped by {number.name}; the same command goes on from {last}."
+    sentence = f"lightseq-train: stopped by {number.name}; the same command resumes from {last}."
     assert complaint.splitlines().count(sentence) == 1, complaint
     torch.load(last, weights_only=False)
     assert sorted(os.listdir(tmp_path / "save")) == ["checkpoint_last.pt"]
