@@ -223,8 +223,9 @@ def sentences(program: str, request: Request, ranks: Ranks) -> Iterator[None]:
         failure = Cause.of(error)
         ended_by = failure.text if failure.kind == StoppedBySignal.__name__ else ranks.told
         if ended_by is not None:
-            how = _interrupted(request, f"stopped by {ended_by}")
-            raise Interrupted(program, how, signal.Signals[ended_by]) from None
+            number = signal.Signals[ended_by]
+            how = "interrupted" if number == signal.SIGINT else f"stopped by {ended_by}"
+            raise Interrupted(program, _interrupted(request, how), number) from None
         sentence = messages.explain(error, request)
         if sentence is not None:
             logger.debug("explained to the user as: %s", sentence, exc_info=error)

@@ -14,10 +14,8 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from lightseq_fairseq.base import signals
 from lightseq_fairseq.fairseq_compat import patching
-
-# Seconds in which a second SIGTERM counts as the first: it may go to the process and to its group.
-_SAME = 1.0
 
 
 class Ranks:
@@ -30,26 +28,26 @@ class Ranks:
     told: str | None = None
 
     def __init__(self) -> None:
-        self._first = float("inf")  # time of the first SIGTERM
+        self._first: dict[int, float] = {}  # signal -> time of its first arrival
 
     def tell(self, number: int, frame: Any) -> None:
-        """Signal handler: forwards the signal to the ranks; a second SIGTERM kills them at once.
+        """Signal handler: forwards the signal; a second SIGTERM or Ctrl-C kills the ranks at once.
 
         Without ranks the signal ends this process.
         """
         children = multiprocessing.active_children()
         now = time.monotonic()
-        is_second = number == signal.SIGTERM and now - self._first > _SAME
-        if number == signal.SIGTERM:
-            self._first = min(self._first, now)
+        first = self._first.setdefault(number, now)
+        is_second = number in signals.AT_ONCE and now - first > signals.SAME
         for child in children:
             if child.pid is not None:
                 os.kill(child.pid, signal.SIGKILL if is_second else number)
-        if children:
-            self.told = self.told or signal.Signals(number).name
-        else:
-            signal.signal(number, signal.SIG_DFL)
+        if not children:
+            signal.signal(number, signals.usual(number))
             os.kill(os.getpid(), number)
+        elif self.told is None:
+            self.told = signal.Signals(number).name
+            signals.tell_user(number)
 
 
 @contextmanager
@@ -61,7 +59,7 @@ def sent_to_ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, ranks.tell)
     try:

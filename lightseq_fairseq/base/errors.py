@@ -38,5 +38,5 @@ class GPUHangs(UserError):
 class StoppedBySignal(Exception):
     """A signal has ended training after an update; a checkpoint is saved.
 
-    The message is only the signal's name, ``SIGTERM`` or ``SIGUSR1``.
+    The message is only the signal's name: ``SIGTERM``, ``SIGINT`` (Ctrl-C) or ``SIGUSR1``.
     """

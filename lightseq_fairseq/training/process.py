@@ -91,6 +91,8 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
         try:
             original(cfg, *arguments, **keywords)
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                report.interrupted()
             try:
                 # With a hung GPU, freeing pinned memory would never return: only write the files.
                 WRITER.finish() if isinstance(error, GPUHangs) else WRITER.close()

@@ -39,6 +39,7 @@ class Report:
         self._updates = 0
         self._before = (0.0, 0)  # `_of_epoch` before `train`: from an earlier run
         self._seconds = 0.0  # of training, without validation and saving
+        self._saved = 0  # the updates of the last checkpoint
 
     def train(self, original: Callable[..., Any], cfg: Any, trainer: Any, *others: Any) -> Any:
         """fairseq's ``train``, for one epoch; logs the first lines, and the step if it changed."""
@@ -48,6 +49,7 @@ class Report:
                 self._log(f"nothing to train: {reason}")
                 return [None], True
             self._log(*_settings(cfg, trainer, others[-1]))
+            self._note_saving()
         step = f"step: {_step(trainer)}"
         if step != self._step:
             self._log(step)
@@ -80,6 +82,26 @@ class Report:
             self._tokens += tokens - self._before[0]
             self._updates += updates - self._before[1]
         return losses, should_stop
+
+    def _note_saving(self) -> None:
+        """From now on, note the updates of each checkpoint of the trainer."""
+        trainer, save = self._trainer, self._trainer.save_checkpoint
+        self._saved = trainer.get_num_updates()
+
+        def save_checkpoint(*arguments: Any, **keywords: Any) -> Any:
+            self._saved = trainer.get_num_updates()
+            return save(*arguments, **keywords)
+
+        trainer.save_checkpoint = save_checkpoint
+
+    def interrupted(self) -> None:
+        """Log what is lost if training ends now."""
+        if self._trainer is not None:
+            updates = self._trainer.get_num_updates()
+            lost = updates - self._saved
+            self._log(
+                f"interrupted at update {updates:,}: {lost:,} since the last checkpoint are lost"
+            )
 
     def end(self, cfg: Any) -> None:
         """Log the last lines, if there was an update. Call it when the checkpoints are on disk."""

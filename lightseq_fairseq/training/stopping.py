@@ -1,9 +1,9 @@
-"""SIGTERM and SIGUSR1 end training after an update, with a checkpoint, on all ranks together.
+"""Signals end training after an update, with a checkpoint, on all ranks together.
 
-Batch systems send one of these signals before they end a job. It may reach only one rank, or reach
-the ranks during different updates. So each rank encodes its received signals as a number. These
-numbers are summed over the ranks in every update, and with every batch of validation. All ranks
-read the same sum and stop after the same update.
+Ctrl-C sends SIGINT. Batch systems send SIGTERM or SIGUSR1 before they end a job. A signal may reach
+only one rank, or reach the ranks during different updates. So each rank encodes its received
+signals as a number. These numbers are summed over the ranks in every update, and with every batch
+of validation. All ranks read the same sum and stop after the same update.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from weakref import proxy
 
 from torch.utils.data._utils import worker as _worker
 
+from lightseq_fairseq.base import signals
 from lightseq_fairseq.base.errors import StoppedBySignal
 
 logger = logging.getLogger(__name__)
 
 # The code of each signal. The ranks add up the codes; the sum shows which signals were received.
-_CODES = {signal.SIGTERM: 1.0, signal.SIGUSR1: float(1 << 20)}
-# Seconds. Two equal signals within this time count as one: a sender may signal the process and its
-# process group.
-_SAME = 1.0
+_CODES = {signal.SIGTERM: 1.0, signal.SIGINT: float(1 << 10), signal.SIGUSR1: float(1 << 20)}
 
 
 class Stopping:
@@ -57,7 +55,7 @@ class Stopping:
         """
         vars(self).update(vars(Stopping()))
         try:
-            self._handle(signal.SIG_DFL)
+            self._handle(None)
             yield
         finally:
             for number, handler in self._before.items():
@@ -83,20 +81,22 @@ class Stopping:
         self._process = os.getpid()
         for number in _CODES:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                before = signal.signal(number, handler)
+                before = signal.signal(number, handler or signals.usual(number))
                 self._before.setdefault(number, before)
 
     def _receive(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         first = self._received.setdefault(number, now)
         is_ours = os.getpid() == self._process  # False in a forked child, which inherits handlers
-        # A second SIGTERM ends the process at once. A spawned rank leaves this to its parent, which
-        # only waits: the rank gets the same signals, but Python may run its handler much later,
-        # after a long computation.
-        is_second = now - first > _SAME and multiprocessing.parent_process() is None
-        if number == signal.SIGTERM and (is_second or not is_ours):
-            signal.signal(number, signal.SIG_DFL)
+        # A spawned rank leaves both to its parent, which only waits: it gets the same signals,
+        # but Python may run its handler much later, after a long computation.
+        is_alone = multiprocessing.parent_process() is None
+        is_second = is_alone and now - first > signals.SAME
+        if number in signals.AT_ONCE and (is_second or not is_ours):
+            signal.signal(number, signals.usual(number))
             os.kill(os.getpid(), number)
+        elif is_alone and first == now:
+            signals.tell_user(number)
 
     def signal_code(self) -> float:
         """The sum of the codes of the signals that this rank has received."""
@@ -106,8 +106,9 @@ class Stopping:
     def agree(self, total: float) -> None:
         """Set ``reason`` from ``total``, the sum of the ranks' codes: all ranks have the same."""
         if total and self.reason is None:
-            is_term = total % _CODES[signal.SIGUSR1] > 0
-            self.reason = signal.SIGTERM if is_term else signal.SIGUSR1
+            # Less than 1024 ranks add up each code, so a sum of lower codes is below the next one.
+            received = [number for number, code in _CODES.items() if total % (code * 1024) >= code]
+            self.reason = received[0]
             logger.info("%s received: training ends with this update", self.reason.name)
 
 
@@ -117,7 +118,7 @@ _load_batches = _worker._worker_loop
 
 
 def load_batches(*arguments: Any) -> None:
-    """torch's loop of a data loading worker, which blocks SIGTERM and SIGUSR1.
+    """torch's loop of a data loading worker, which blocks the signals that end training.
 
     The worker ends with its parent process.
 

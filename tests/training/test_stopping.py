@@ -30,19 +30,20 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from lightseq_fairseq.base.errors import StoppedBySignal
 from lightseq_fairseq.cli.start.ranks import Ranks
 from lightseq_fairseq.training import stopping
+from lightseq_fairseq.training.report import Report
 from lightseq_fairseq.training.stopping import Stopping
 
 SETS = {"ours": runs.LS, "fairseq's steps": {**runs.LS, "optimizer": "adam"}}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("steps", SETS)
 def test_a_run_goes_on_bit_by_bit(
     data: Path, tmp_path: Path, steps: str, number: signal.Signals
 ) -> None:
     flags = {**SETS[steps], "bf16": True, "max_update": 10}
     whole = runs.run(data, tmp_path / "whole", **flags)
-    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)]
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     for update in (3, 7):  # in the middle of the first epoch, and at its end
         with runs.signalled(number, update), pytest.raises(StoppedBySignal, match=number.name):
             runs.run(data, tmp_path / "run", **flags)
@@ -51,7 +52,7 @@ def test_a_run_goes_on_bit_by_bit(
     losses = runs.run(data, tmp_path / "run", **flags)
     assert losses == whole[7:]
     assert runs.differing(runs.trained(tmp_path / "run"), runs.trained(tmp_path / "whole")) == []
-    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
 @pytest.mark.parametrize("steps", SETS)
@@ -76,7 +77,9 @@ def test_two_kinds_of_signals_are_told_apart_in_a_sum() -> None:
     for numbers, reason in (
         ([signal.SIGTERM] * 3, signal.SIGTERM),
         ([signal.SIGUSR1] * 3, signal.SIGUSR1),
+        ([signal.SIGINT] * 1000, signal.SIGINT),
         ([signal.SIGUSR1, signal.SIGTERM], signal.SIGTERM),
+        ([signal.SIGUSR1, signal.SIGINT], signal.SIGINT),
         ([], None),
     ):
         ranks = [Stopping() for _ in numbers]
@@ -101,7 +104,7 @@ def test_a_signal_may_arrive_while_the_codes_are_added(monkeypatch: pytest.Monke
     monkeypatch.setattr(stopping, "_CODES", codes)
     rank._receive(signal.SIGTERM, None)
     assert rank.signal_code() == dict.__getitem__(codes, signal.SIGTERM)  # not yet SIGUSR1
-    assert rank.signal_code() == sum(codes.values())
+    assert rank.signal_code() == sum(dict.__getitem__(codes, n) for n in rank._received) > 1
 
 
 @pytest.mark.parametrize("flag", ["no_save", "no_last_checkpoints"])
@@ -113,15 +116,16 @@ def test_a_run_that_saves_nothing_ends_at_once(data: Path, tmp_path: Path, flag:
     assert runs.in_a_fork(work) == -signal.SIGTERM
 
 
-def test_a_second_one_ends_at_once(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_one_ends_at_once(data: Path, tmp_path: Path, number: signal.Signals) -> None:
     """It comes later than the repetition that senders make to a process and to its process
     group."""
     clock, ticks = time.monotonic, functools.partial(next, iter(range(0, 9000, 3)))
 
     def work() -> None:
         with mock.patch.object(time, "monotonic", lambda: clock() + ticks()):
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
 
     step = runs.Trainer.train_step
 
@@ -134,10 +138,20 @@ def test_a_second_one_ends_at_once(data: Path, tmp_path: Path) -> None:
         with (
             mock.patch.object(runs.Trainer, "train_step", signalled_twice),
             mock.patch.object(multiprocessing, "parent_process", lambda: None),
+            mock.patch.object(Report, "_log", lambda self, *lines: said.extend(lines)),
         ):
             runs.run(data, tmp_path, **runs.LS)
 
-    assert runs.in_a_fork(run) == -signal.SIGTERM
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert said[-1] == "interrupted at update 2: 2 since the last checkpoint are lost"
+
+    said: list[str] = []
+    if number == signal.SIGINT:
+        assert runs.in_a_fork(interrupted) == 0
+    else:
+        assert runs.in_a_fork(run) == -number
     assert not (tmp_path / "checkpoint_last.pt").exists()
 
 
@@ -297,6 +311,9 @@ if __name__ == "__main__":
         ("native", signal.SIGUSR1, True),
         ("spawned", signal.SIGTERM, False),
         ("spawned", signal.SIGTERM, True),
+        ("alone", signal.SIGINT, True),
+        ("native", signal.SIGINT, True),
+        ("spawned", signal.SIGINT, True),
     ],
 )
 def test_the_launcher_says_so(
@@ -336,8 +353,10 @@ def test_the_launcher_says_so(
     assert process.returncode == 128 + number, complaint
     assert "Traceback" not in complaint
     last = tmp_path / "save/checkpoint_last.pt"
-    sentence = f"lightseq-train: stopped by {number.name}; the same command resumes from {last}."
+    how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    sentence = f"lightseq-train: {how}; the same command resumes from {last}."
     assert complaint.splitlines().count(sentence) == 1, complaint
+    assert complaint.count("Ctrl-C again ends at once") == (number == signal.SIGINT), complaint
     torch.load(last, weights_only=False)
     assert sorted(os.listdir(tmp_path / "save")) == ["checkpoint_last.pt"]
     assert second.exit_code == 2
