@@ -134,9 +134,11 @@ def _fairseqs_defaults() -> Any:
 def _train(configuration: Any, native: bool, request: Request) -> float:
     """Trains from a composed configuration; returns the best metric, for Hydra's sweepers."""
     from fairseq import metrics, utils
+    from omegaconf import OmegaConf
 
     # fairseq imports this folder only when training begins, but its components have settings.
-    request.args = Namespace(user_dir=_user_dir(configuration))
+    folder = OmegaConf.select(configuration, "common.user_dir", throw_on_missing=False)
+    request.args = Namespace(user_dir=None if folder is None else str(folder))
     utils.import_user_module(request.args)
     settings = list(_settings(configuration))
     metric = ""
@@ -151,25 +153,12 @@ def _train(configuration: Any, native: bool, request: Request) -> float:
     target = "fairseq_cli.train:convert_namespace_to_omegaconf"
     with patching.within(target, convert, by="cli.hydra_train"):
         lightseq_train: Any = train.main.callback
-        lightseq_train(
-            _words(settings),
-            fairseq_help=False,
-            log_config=False,
-            native=native,
-            pack_tokens=False,
-            fp8=False,
-        )
+        off = dict.fromkeys(("fairseq_help", "log_config", "pack_tokens", "fp8"), False)
+        lightseq_train(_words(settings), native=native, **off)
     try:
         return float(metrics.get_smoothed_value("valid", metric))
     except KeyError:  # no validation, or without this metric
         return float("inf")
-
-
-def _user_dir(configuration: Any) -> str | None:
-    from omegaconf import OmegaConf
-
-    found = OmegaConf.select(configuration, "common.user_dir", throw_on_missing=False)
-    return None if found is None else str(found)
 
 
 def _settings(configuration: Any) -> Iterator[Setting]:
@@ -212,11 +201,10 @@ def _registry(group: str) -> Mapping[str, Any]:
     from fairseq.registry import REGISTRIES
     from fairseq.tasks import TASK_REGISTRY
 
+    registries: dict[str, Mapping[str, Any]]
     registries = {name: entry["registry"] for name, entry in REGISTRIES.items()}
-    found: Mapping[str, Any] = {
-        **registries, "task": TASK_REGISTRY, "model": ARCH_MODEL_REGISTRY
-    }.get(group, {})  # fmt: skip
-    return found
+    registries |= {"task": TASK_REGISTRY, "model": ARCH_MODEL_REGISTRY}
+    return registries.get(group, {})
 
 
 def _component(group: str, name: str | None) -> Any:
@@ -243,7 +231,7 @@ def _words(settings: Sequence[Setting]) -> list[str]:
             "The configuration sets no model._name: set it, or check --config-dir and "
             "--config-name."
         )
-    of_all = _by_setting(options.get_training_parser()._actions)
+    of_all = {action.dest: action for action in options.get_training_parser()._actions}
     words: list[str] = []
     for setting in settings:
         group, key, value = setting
@@ -262,12 +250,10 @@ def _words(settings: Sequence[Setting]) -> list[str]:
     return words
 
 
-def _by_setting(actions: Sequence[Action]) -> dict[str, Action]:
-    return {action.dest: action for action in actions}
-
-
 def _flags_of(component: Any) -> dict[str, Action]:
-    return {} if component is None else _by_setting(command_lines.actions_of(component))
+    """Setting -> its flag."""
+    actions = [] if component is None else command_lines.actions_of(component)
+    return {action.dest: action for action in actions}
 
 
 def _with_prefix(group: str, name: str, arch: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from lightseq_fairseq.base import families
-from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.checks.checkpoints import saved
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.words import defaults
 
@@ -49,9 +49,11 @@ def _complete(words: list[str]) -> list[str]:
     candidates = _tasks(words) if given is None else (given,)
     trained: dict[str, Any] = {}
     if len(candidates) > 1 or candidates[0] in _SENTENCES:
-        trained = _trained(defaults.value(words, ("--path",)))
-    saved = trained.get("_name") or trained.get("task")
-    task = str(saved) if saved in candidates else candidates[0]
+        from lightseq_fairseq.fairseq_compat.checkpoints import task_settings
+
+        trained = task_settings(saved(defaults.value(words, ("--path",))))
+    name = trained.get("_name") or trained.get("task")
+    task = str(name) if name in candidates else candidates[0]
     if given is None:
         added += ["--task", task]
     if task == "sentence_prediction":
@@ -79,16 +81,6 @@ def _tasks(words: list[str]) -> tuple[str, ...]:
         if (folder / "dict.txt").is_file() and not any(folder.glob("dict.*.txt")):
             return _TEXT
     return ("translation",)
-
-
-def _trained(path: str | None) -> dict[str, Any]:
-    """The settings of the task in a checkpoint; {} if it cannot be read, which fairseq reports."""
-    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, task_settings
-
-    try:
-        return task_settings(open_checkpoint(path)) if path else {}
-    except (OSError, UserError):
-        return {}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
@@ -64,21 +65,26 @@ def _head(args: argparse.Namespace, path: str, otherwise: str) -> None:
 
     otherwise: what to do instead of changing --num-classes.
     """
-    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint
-
     name = getattr(args, "classification_head_name", None)
     if name is None or not os.path.isfile(path):
         return
-    try:
-        weights = open_checkpoint(path)["model"]
-    except (OSError, UserError):  # fairseq or the launcher will say so
-        return
-    weight = weights.get(f"classification_heads.{name}.out_proj.weight")
+    weight = saved(path).get("model", {}).get(f"classification_heads.{name}.out_proj.weight")
     if weight is not None and len(weight) != args.num_classes:
         raise UserError(
             f"--num-classes is {args.num_classes}, but the classification head of {path} has "
             f"{len(weight)} classes: set --num-classes {len(weight)}, or {otherwise}."
         )
+
+
+def saved(path: str | None) -> dict[str, Any]:
+    """The checkpoint; {} if it cannot be read, which fairseq or the launcher will report."""
+    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint
+
+    try:
+        found: dict[str, Any] = open_checkpoint(path) if path else {}
+    except (OSError, UserError):
+        return {}
+    return found
 
 
 def best_metric(request: Request) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, binarised
+from lightseq_fairseq.cli.checks.checkpoints import saved
 from lightseq_fairseq.cli.checks.pairs import folders_of, splits, subset_flag
 
 _HOW = (
@@ -86,11 +87,9 @@ def _same_labels(path: str, folder: str) -> None:
     from fairseq.data import Dictionary
 
     from lightseq_fairseq.base import dictionaries
-    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, task_settings
+    from lightseq_fairseq.fairseq_compat.checkpoints import task_settings
 
-    try:
-        state = open_checkpoint(path)
-    except (OSError, UserError):  # fairseq or the launcher will say so
+    if not (state := saved(path)):
         return
     file = os.path.join("label", "dict.txt")
     found = dictionaries.labels(Dictionary.load(os.path.join(folder, file)))

@@ -47,8 +47,11 @@ def texts(request: Request) -> None:
     for name, value in vars(args).items():
         if isinstance(value, float) and math.isnan(value):
             raise UserError(f"{flag_of(name)} is nan: use a number.")
-    if command == "eval-lm":
-        _words_of_subwords(args.post_process)
+    if command == "eval-lm" and args.post_process not in (None, "subword_nmt", "@@ "):
+        raise UserError(
+            f"--remove-bpe {args.post_process} is unknown in lightseq-eval-lm: use --remove-bpe "
+            "'@@ ', which scores the words of subword-nmt instead of its subwords, or remove it."
+        )
     flag, symbol = joiner(command, args)
     if symbol == "@@":
         raise UserError(
@@ -112,15 +115,6 @@ def criterion_of_classes(request: Request) -> None:
         raise UserError(
             f"--criterion is {args.criterion}, but --task {args.task} needs the criterion of "
             "sentences with labels: set --criterion sentence_prediction."
-        )
-
-
-def _words_of_subwords(symbol: str | None) -> None:
-    """Raises UserError on a --remove-bpe that fairseq-eval-lm does not know."""
-    if symbol not in (None, "subword_nmt", "@@ "):
-        raise UserError(
-            f"--remove-bpe {symbol} is unknown in lightseq-eval-lm: use --remove-bpe '@@ ', which "
-            "scores the words of subword-nmt instead of its subwords, or remove it."
         )
 
 

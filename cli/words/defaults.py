@@ -79,13 +79,6 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(zip(words[::2], words[1::2]))
 
 
-def _recipe(name: str | None, adaptive: bool) -> Recipe:
-    """The recipe of a task; ``adaptive``: of models with adaptive softmax."""
-    if adaptive:
-        return next(family.adaptive for family in families.FAMILIES if family.adaptive)
-    return families.tasks().get(name or "", families.FAMILIES[0].tasks[0]).recipe
-
-
 # A converted command without a criterion: fairseq's default, cross_entropy.
 _FAIRSEQS_CRITERION = Choice(("--criterion",), (("--criterion", "ls_cross_entropy"),))
 
@@ -158,7 +151,10 @@ def is_converted(argv: Sequence[str], recipe: Recipe) -> bool:
 
 def recipe_of(argv: Sequence[str], adaptive: bool = False) -> Recipe:
     """The recipe of the command's task; ``adaptive``: its model has adaptive softmax."""
-    return _recipe(value(argv, ("--task",)), adaptive)
+    if adaptive:
+        return next(family.adaptive for family in families.FAMILIES if family.adaptive)
+    name = value(argv, ("--task",)) or ""
+    return families.tasks().get(name, families.FAMILIES[0].tasks[0]).recipe
 
 
 def missing(
