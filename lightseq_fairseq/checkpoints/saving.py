@@ -59,9 +59,7 @@ def copy(source: str, target: str, overwrite: bool = False) -> bool:
     Raises:
         UserError: as for ``save``.
     """
-    if PathManager.path_requires_pathmanager(source) or PathManager.path_requires_pathmanager(
-        target
-    ):
+    if any(map(PathManager.path_requires_pathmanager, (source, target))):
         return bool(PathManager.copy(source, target, overwrite))
     with open(source, "rb") as file, files.atomic_writer(target, RESUME) as copied:
         shutil.copyfileobj(file, copied, 1 << 24)

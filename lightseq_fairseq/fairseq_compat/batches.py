@@ -88,9 +88,8 @@ def _find_extra_valid_paths(original: Callable[[str], set[str]], dataset_path: s
 
 
 def task_lacks_args() -> bool:
-    return "args" in MaskedLMTask.load_dataset.__code__.co_names and not hasattr(
-        MaskedLMTask, "args"
-    )
+    reads = "args" in MaskedLMTask.load_dataset.__code__.co_names
+    return reads and not hasattr(MaskedLMTask, "args")
 
 
 def load_masked_text(original: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:

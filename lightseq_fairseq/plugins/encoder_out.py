@@ -45,7 +45,6 @@ class EncoderOut(dict[str, list[Tensor]]):
 def repack(encoder_out: dict[str, list[Tensor]]) -> tuple[Tensor, Segments]:
     """The packed rows [T, C] of any encoder's padded output."""
     rows, pads = encoder_out["encoder_out"][0].transpose(0, 1), encoder_out["encoder_padding_mask"]
-    source = Segments.from_mask(
-        ~pads[0] if pads else rows.new_ones(rows.shape[:2], dtype=torch.bool)
-    )
+    is_real = ~pads[0] if pads else rows.new_ones(rows.shape[:2], dtype=torch.bool)
+    source = Segments.from_mask(is_real)
     return source.pack(rows), source

@@ -54,8 +54,8 @@ class FlatModel(NotCompiled):
     * ``packed_logits``, if the captured step supports it: see ``step.objectives.PackedModel``;
     * ``spared``, if its vocabulary need not be a multiple of 8. Then ``vocabulary_logits`` computes
       the logits without a copy of the weights;
-    * ``build_model``, which calls ``check_dictionaries``. If fairseq's ``build_model`` names a
-      class that ours must replace, ``PATCHES`` has an entry, and ``patching.within`` replaces it.
+    * ``build_model``, if fairseq's names a class that ours must replace. Then ``PATCHES`` has an
+      entry, and ``patching.within`` replaces it.
 
     Attributes:
         family: the record of the model's family.
@@ -79,8 +79,9 @@ class FlatModel(NotCompiled):
 
         Raises:
             UserError: the fused layers do not support an option; the message names the option, the
-                reason and what to do.
+                reason and what to do. Or as in ``check_dictionaries``.
         """
+        cls.check_dictionaries(args, task)
         if (unsupported := unsupported_option(args, cls.family.supports)) is not None:
             arch = getattr(args, "arch", None) or registered_name(cls)
             raise UserError(unsupported.sentence(arch))

@@ -34,8 +34,7 @@ class LSTransformerLanguageModel(FlatModel, TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> LSTransformerLanguageModel:
-        """Build from fairseq's configuration; see ``FlatModel`` and ``check_dictionaries``."""
-        cls.check_dictionaries(args, task)
+        """As in ``FlatModel``."""
         with patching.within("fairseq.models.transformer_lm:TransformerDecoder", _decoder):
             model: LSTransformerLanguageModel = super().build_model(args, task)
         return model

@@ -35,8 +35,12 @@ class LSMultilingualTransformerModel(FlatModel, MultilingualTransformerModel):
     family = families.MULTILINGUAL
 
     @classmethod
+    def check_dictionaries(cls, args: Any, task: Any) -> None:
+        """Checks nothing: a checkpoint has no digests of the dictionaries of all languages."""
+
+    @classmethod
     def build_model(cls, args: Namespace, task: Any) -> LSMultilingualTransformerModel:
-        """Build from fairseq's namespace; see ``FlatModel``."""
+        """As in ``FlatModel``."""
         # super() returns fairseq's class: take its encoders and decoders, by language pair.
         pairs = super().build_model(args, task).models.items()
         return cls(

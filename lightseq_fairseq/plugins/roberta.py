@@ -95,8 +95,7 @@ class LSRobertaModel(FlatModel, RobertaModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> LSRobertaModel:
-        """Build from fairseq's namespace; see ``FlatModel`` and ``check_dictionaries``."""
-        cls.check_dictionaries(args, task)
+        """As in ``FlatModel``."""
         attention = "fairseq.modules.transformer_sentence_encoder:MultiheadAttention"
         with (
             patching.within("fairseq.models.roberta.model:RobertaEncoder", LSRobertaEncoder),

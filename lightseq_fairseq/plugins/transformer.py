@@ -368,18 +368,13 @@ class LSTransformerModel(FlatModel, TransformerModel):
 
     @classmethod
     def build_model(cls, args: Namespace, task: Any) -> LSTransformerModel:
-        """Build from fairseq's namespace; see ``FlatModel`` and ``check_dictionaries``.
-
-        Raises:
-            UserError: also for --task multilingual_translation.
-        """
+        """As in ``FlatModel``; raises UserError also for --task multilingual_translation."""
         if isinstance(task, MultilingualTranslationTask):
             raise UserError(
                 f"--arch {args.arch} is one model, but --task multilingual_translation trains one "
                 "for each language pair: use --arch ls_multilingual_transformer, or --task "
                 "translation_multi_simple_epoch, which trains one model for all pairs."
             )
-        cls.check_dictionaries(args, task)
         return super().build_model(args, task)
 
     @classmethod

@@ -446,7 +446,8 @@ class CapturedTraining:
                 "probably exploding. Try lowering the learning rate, using gradient clipping or "
                 "increasing the batch size."
             )
-        path = os.path.join(trainer.cfg.checkpoint.save_dir, "crash.pt")
+        checkpoint = trainer.cfg.checkpoint
+        path = os.path.join(checkpoint.save_dir, "crash.pt")
         trainer.consolidate_optimizer()
         try:
             trainer.save_checkpoint(path, {})
@@ -458,9 +459,7 @@ class CapturedTraining:
         finally:
             self._step.ranks.wait()  # the first rank to end would end the others
         # As in fairseq, crash.pt does not store the position in the epoch.
-        instead = " instead of --finetune-from-model" * bool(
-            trainer.cfg.checkpoint.finetune_from_model
-        )
+        instead = " instead of --finetune-from-model" * bool(checkpoint.finetune_from_model)
         raise FloatingPointError(
             f"{reason} The state before this update is saved in {path}. To continue from it, at "
             f"the start of the first epoch, add --restore-file {path} --reset-dataloader{instead}."

@@ -160,7 +160,7 @@ def _languages(task: Any) -> str:
     source, target = (getattr(settings, f"{side}_lang", None) for side in ("source", "target"))
     if pairs is None and source and target:
         pairs = [f"{source}-{target}"]
-    return "".join(f"{', '.join(names)}; " for names in [pairs] if names)
+    return f"{', '.join(pairs)}; " if pairs else ""
 
 
 def _dictionaries(task: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -99,9 +98,8 @@ class Trainer(ResumableTrainer):
         assert self.optimizer is not None  # builds the optimizer, which sets _fallback_reason
         self._fallback_reason = self._fallback_reason or batch.covers(iterator.dataset)
         captured.refuse_flags(self.cfg, self._fallback_reason)
-        if (
-            self._fallback_reason is not None and self._captured is not None
-        ):  # the data of this shard cannot be packed, those of an earlier one could
+        if self._fallback_reason is not None and self._captured is not None:
+            # The data of this shard cannot be packed, those of an earlier one could.
             self._captured.leave()
             self._captured = None
         fills = getattr(self.cfg.model, "pack_tokens", False)
@@ -271,13 +269,11 @@ class Trainer(ResumableTrainer):
         """
         self._captured, self._scales = None, {}
         self._make_room()
-        load = functools.partial(
-            super().load_checkpoint, filename, reset_optimizer, *resets, **options
-        )
+        load = super().load_checkpoint
         if not self._has_ls:
-            return load()
+            return load(filename, reset_optimizer, *resets, **options)
         with self._on_loading(reset_optimizer), captured.unsharded(self.cfg):
-            extra_state = load()
+            extra_state = load(filename, reset_optimizer, *resets, **options)
         if extra_state is not None:
             self._restore_masters(extra_state.pop(_MASTERS, {}))
             counters = extra_state.pop(_LOSS_SCALER, {})

@@ -72,11 +72,8 @@ class PackingClasses(PackingDataset):
 
     def _of(self, samples: Any) -> PackedBatch:
         targets = [s["target"] for s in samples]
-        source = joined([s[_SOURCE] for s in samples])
-        is_regression = self._labels is None
-        return self._pack(
-            source, _of_numbers(torch.tensor(targets)) if is_regression else joined(targets)
-        )
+        labels = _of_numbers(torch.tensor(targets)) if self._labels is None else joined(targets)
+        return self._pack(joined([s[_SOURCE] for s in samples]), labels)
 
     def _pack(self, source: Sentences, labels: Sentences) -> PackedBatch:
         ntokens = len(source.tokens)

@@ -182,9 +182,7 @@ class _Corpus:
             stays, random = random, changed
         masked = chosen ^ stays
         if unit_lengths is not None:
-            chosen, masked, random = (
-                np.repeat(each, unit_lengths) for each in (chosen, masked, random)
-            )
+            chosen, masked, random = (np.repeat(x, unit_lengths) for x in (chosen, masked, random))
         tokens[masked] = noise.mask_idx
         if self._words is not None:
             counts = text.count_of(random)

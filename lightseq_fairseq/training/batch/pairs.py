@@ -46,13 +46,12 @@ class PackingPairs(PackingDataset):
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
+        language_ids = (dataset.src_lang_id, dataset.tgt_lang_id)
         return {
             "the data have no target sentences": dataset.tgt is None,
             "the data have alignments": dataset.align_dataset is not None,
             "the data have constraints": dataset.constraints is not None,
-            "the data have language ids": not (
-                dataset.src_lang_id is None and dataset.tgt_lang_id is None
-            ),
+            "the data have language ids": language_ids != (None, None),
             "the data have no decoder input (input_feeding)": not dataset.input_feeding,
             "sentences are padded to length buckets": dataset.buckets is not None,
         }
