@@ -261,15 +261,15 @@ def summary(facts: dict[str, Facts]) -> Iterator[tuple[str, str]]:
     fairseq = facts["fairseq"]
     untested = " (untested)" * (fairseq is not None and not fairseq["tested"])
     yield "fairseq", fairseq["version"] + untested if fairseq else "cannot be used"
-    yield "GPU", "; ".join(map(_gpu, facts["gpus"])) or "none"
+    gpus = (
+        f"{gpu['name']} ({gpu['architecture']}, {gpu['memory_gib']:.0f} GiB)"
+        for gpu in facts["gpus"]
+    )
+    yield "GPU", "; ".join(gpus) or "none"
     if len(facts["gpus"]) > 1:
         yield "links", _links(facts["links"])
     yield "kernels", _kernels(facts)
     yield "lightseq-train", facts["command"] or "not on the PATH"
-
-
-def _gpu(gpu: Facts) -> str:
-    return f"{gpu['name']} ({gpu['architecture']}, {gpu['memory_gib']:.0f} GiB)"
 
 
 def _links(found: Facts) -> str:

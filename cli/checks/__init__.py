@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightseq_fairseq.cli.words.registries import data_of
+
 
 @dataclass
 class Request:
@@ -34,7 +36,7 @@ class Check(NamedTuple):
     Attributes:
         function: its module in this folder, and its name there.
         commands: those that run it; empty: all.
-        data: the kind of data, as `data.kind` names it, with which it runs; empty: every kind.
+        data: the kind of data, as `data_of` names it, with which it runs; empty: every kind.
     """
 
     function: str
@@ -91,13 +93,10 @@ def run(moment: str, request: Request) -> None:
     Raises:
         UserError: the message of the first check that fails.
     """
-    # This import is slow: --help does without it.
-    from lightseq_fairseq.cli.checks import data
-
     for check in CHECKS[moment]:
         if check.commands and request.command not in check.commands.split():
             continue
-        if check.data and data.kind(request.args.task) != check.data:
+        if check.data and data_of(request.args.task) != check.data:
             continue
         module, _, name = check.function.partition(":")
         getattr(importlib.import_module(f"{__name__}.{module}"), name)(request)

@@ -108,7 +108,7 @@ def sentences(request: Request) -> None:
             counts = {}
             for language in pair:
                 path, side = stem + language, None
-                if _is_text(path, args.dataset_impl):
+                if args.dataset_impl in (None, "raw") and os.path.isfile(path):
                     counts[path] = _lines(path)
                 elif (side := binarised.find(path, args.dataset_impl)) is not None:
                     counts[path] = len(side.lengths)
@@ -223,10 +223,6 @@ def other_form(folder: str, split: str, args: argparse.Namespace) -> UserError:
         f"{folder} contains the split {split} as plain text, which only --dataset-impl raw reads: "
         "set that flag, or binarise the text with lightseq-preprocess."
     )
-
-
-def _is_text(path: str, implementation: str | None) -> bool:
-    return implementation in (None, "raw") and os.path.isfile(path)
 
 
 def _lines(path: str) -> int:

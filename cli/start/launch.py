@@ -74,31 +74,29 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
     """Decorator: makes ``lightseq-<command>`` from a function of (words, **own options)."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
+        @click.command(
+            f"lightseq-{command}", PassThrough,
+            context_settings={"ignore_unknown_options": True, "max_content_width": 100},
+        )  # fmt: skip
+        @click.argument(
+            "words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...", shell_complete=_files
+        )
+        @click.option(
+            "--fairseq-help", is_flag=True,
+            help=f"List all flags of fairseq-{command}, which this command takes too. The list "
+            "includes the flags of the arch, the task, the optimizer and so on that you name.",
+        )  # fmt: skip
+        @click.option(
+            "--log-config", is_flag=True,
+            help="Log fairseq's whole configuration and the model's modules at the start.",
+        )  # fmt: skip
+        @version
         @functools.wraps(function)
         def body(words: list[str], fairseq_help: bool, log_config: bool, **options: Any) -> None:
             with environment(LOG_CONFIG, "1" if log_config else None):
                 function([*words, "--help"] if fairseq_help else words, **options)
 
-        body = version(body)
-        body = click.option(
-            "--log-config",
-            is_flag=True,
-            help="Log fairseq's whole configuration and the model's modules at the start.",
-        )(body)
-        body = click.option(
-            "--fairseq-help",
-            is_flag=True,
-            help=f"List all flags of fairseq-{command}, which this command takes too. The list "
-            "includes the flags of the arch, the task, the optimizer and so on that you name.",
-        )(body)
-        body = click.argument(
-            "words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...", shell_complete=_files
-        )(body)
-        return click.command(
-            cls=PassThrough,
-            name=f"lightseq-{command}",
-            context_settings={"ignore_unknown_options": True, "max_content_width": 100},
-        )(body)
+        return body
 
     return decorate
 

@@ -36,11 +36,7 @@ _PARSERS = {
 
 @contextmanager
 def refused_in_a_sentence(command: str) -> Iterator[None]:
-    """Within the block parsers raise UserError; argparse would print all flags and exit.
-
-    Args:
-        command: train, generate, ...
-    """
+    """Within the block parsers raise UserError; argparse would print all flags and exit."""
 
     def error(original: Any, parser: argparse.ArgumentParser, message: str) -> None:
         raise UserError(_sentence(command, parser, message))

@@ -1,4 +1,4 @@
-"""Tells our components from fairseq's by their class in fairseq's registries.
+"""Tells our components from fairseq's, and the data of tasks, by classes in fairseq's registries.
 
 A class test also covers user classes (--user-dir) that extend ours. Before fairseq is imported,
 only names can be tested, see `defaults`.
@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.defaults import value
@@ -20,6 +21,23 @@ def function(cls: Any, name: str) -> Any:
     it."""
     method = getattr(cls, name, None)
     return getattr(method, "__func__", method)
+
+
+def data_of(task: str) -> str | None:
+    """The kind of data of a task: a name in ``checks.CHECKS``; None for one that is not fairseq's.
+
+    A task that has the methods of one in `families` reads the same data; a subclass may override
+    them.
+    """
+    from fairseq.tasks import TASK_REGISTRY
+
+    cls = TASK_REGISTRY[task]
+    for known in families.tasks().values():
+        theirs = families.named(known.place)
+        methods = [(function(cls, name), function(theirs, name)) for name in known.loaders]
+        if methods and all(one is other for one, other in methods):
+            return known.data
+    return "other data of fairseq" if cls.__module__.startswith("fairseq.tasks.") else None
 
 
 def is_fused(arch: str | None) -> bool:
