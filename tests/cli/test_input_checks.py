@@ -11,17 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from lightseq_fairseq.cli import checks
-from lightseq_fairseq.cli.checks import (
-    CHECKS,
-    FAIRSEQ,
-    SETTINGS,
-    WORDS,
-    Check,
-    Request,
-    data,
-    values,
-)
+from lightseq_fairseq.cli.checks import CHECKS, FAIRSEQ, SETTINGS, WORDS, Check, Request, values
+from lightseq_fairseq.cli.words.registries import data_of
 from lightseq_fairseq.patches import PATCHES
+
+from fairseq.tasks import TASK_REGISTRY  # isort: skip
 
 COMMANDS = {"train", "generate", "interactive", "validate", "eval-lm"}
 
@@ -51,7 +45,7 @@ def test_the_checks_inside_fairseq_are_those_that_patches_install() -> None:
 def test_commands_and_kinds_of_data_exist() -> None:
     listed = [check for moment in CHECKS.values() for check in moment]
     assert {name for check in listed for name in check.commands.split()} <= COMMANDS
-    kinds = {data.kind(task) for task in data.TASK_REGISTRY}
+    kinds = {data_of(task) for task in TASK_REGISTRY}
     assert {check.data for check in listed} - {""} == kinds - {None}
 
 
