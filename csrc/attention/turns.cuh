@@ -25,11 +25,6 @@ namespace lightseq::attention {
 
 constexpr int kQueryTile = 64;
 
-template <typename T, typename Input>
-struct TurnParams : BwdParams<T, Input> {
-  int most_together = 0;  // see launch_in_turns()
-};
-
 // When a block adds to a tile.
 struct Turn {
   int number;  // how many blocks add before it
@@ -157,6 +152,13 @@ __device__ __forceinline__ void add_in_turn(float* part, const uint32_t* passed,
 #pragma unroll
     for (int n = 0; n < kFragments; ++n) add_to(part + n * kFragment, x[n]);
   }
+}
+
+// Lets the next block add. One thread calls it, after a barrier with those that have added. It
+// waits until their additions are complete.
+__device__ __forceinline__ void pass_turn(uint32_t* passed) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(passed) : "memory");
 }
 
 // Launches as many blocks as are resident. params.most_together becomes the number of blocks of a

@@ -1,5 +1,10 @@
-// Attention of long sentences in 16 bits, backward, on GPUs of compute capability 9.0. short_bwd.cu
-// has the formulas, work_list.cuh explains the work list.
+// Attention of long sentences in 16 bits, backward, on GPUs of compute capability 9.0.
+// work_list.cuh explains the work list.
+//
+//   P = exp(scale * q k^T - lse)      M = dropout mask of zeros and ones
+//   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)      by a kernel before this one
+//   dV = (P * M)^T dO / (1 - p)       dS = P * (M * dO V^T - D)
+//   dQ = scale / (1 - p) dS K         dK = scale / (1 - p) dS^T Q
 //
 // An item is a block of 128 keys of one head. A thread block takes one item after the other, and
 // iterates over the queries of its sentence. Two consumer warpgroups have 64 keys each:
@@ -56,10 +61,21 @@ struct Bits {
   }
 };
 
-// Inputs: of q and dout boxes of BwdTiles::kRows rows, of k and v boxes of kTile rows.
-template <typename T>
-struct Params : BwdParams<T, CUtensorMap> {
+struct BwdParams {
+  CUtensorMap q, dout;  // boxes of BwdTiles::kRows rows
+  CUtensorMap k, v;     // boxes of kTile rows
+  ItemList list;
+  const float* lse;     // [H, Tq], times log2(e)
+  const float* rowsum;  // [H, Tq]: D
+  float4* sums;         // dQ: [units, H, boxes, 64 x 64]
+  uint32_t* turns;      // [units, H]: how many blocks have added; zero at the start
+  void *dq, *dk, *dv;   // [T, H, D]; not used if gradients are cast
+  int64_t dq_token, dq_head, dk_token, dk_head, dv_token, dv_head;  // strides
+  int rows_q, heads, width;
+  bool causal;
+  float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
   Bits bits;
+  GradientCasts casts;
 };
 
 template <int kWidth>
@@ -98,22 +114,22 @@ struct Steps {
   int begin, end;
   int finished_end;  // this block is the last one that adds to the dQ of the tiles before this one
 
-  __device__ __forceinline__ Steps(bool causal, const Item& item) {
+  __device__ __forceinline__ Steps(const BwdParams& p, const Item& item) {
     end = (item.length_q + kRows - 1) / kRows;
-    begin = causal ? min(item.start / kRows, end) : 0;
+    begin = p.causal ? min(item.start / kRows, end) : 0;
     const int next = item.start + kTile;  // the next block
-    finished_end = next >= item.length_k ? end : causal ? next / kRows : 0;
+    finished_end = next >= item.length_k ? end : p.causal ? next / kRows : 0;
   }
 };
 
-template <bool kDrops, typename T, int kWidth>
-__device__ __forceinline__ void load(const Params<T>& p, BwdTiles<kWidth>& tiles) {
+template <int kWidth, bool kDrops>
+__device__ __forceinline__ void load(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   using Tiles = BwdTiles<kWidth>;
   Stage<Tiles::kKeyStages> keys;
   Stage<2> stage, claim;
   const auto take = [&] { return tiles.claims.take(claim, p.list, p.heads); };
   for (Item item = take(); item.head >= 0; item = take()) {
-    const Steps<kWidth> steps(p.causal, item);
+    const Steps<kWidth> steps(p, item);
     if (steps.begin == steps.end) continue;
     tiles.keys_empty[keys.index].wait(keys.parity ^ 1);
     Mbarrier& loaded = tiles.keys_loaded[keys.index];
@@ -151,14 +167,14 @@ __device__ __forceinline__ void load(const Params<T>& p, BwdTiles<kWidth>& tiles
 
 // Tells the consumers when it is this block's turn to add to dQ. When they have added, passes the
 // turn to the next block.
-template <typename T, int kWidth>
-__device__ __forceinline__ void take_turns(const Params<T>& p, BwdTiles<kWidth>& tiles) {
+template <int kWidth>
+__device__ __forceinline__ void take_turns(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   const bool is_first_lane = threadIdx.x % kWarp == 0;
   uint32_t parity = 0;
   Stage<2> claim;
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
-    const Steps<kWidth> steps(p.causal, item);
+    const Steps<kWidth> steps(p, item);
     for (int i = steps.end - 1; i >= steps.begin; --i, parity ^= 1) {
       const int unit = item.unit + i * BwdTiles<kWidth>::kHalves;
       uint32_t* const turn = p.turns + static_cast<int64_t>(unit) * p.heads + item.head;
@@ -169,14 +185,17 @@ __device__ __forceinline__ void take_turns(const Params<T>& p, BwdTiles<kWidth>&
       __syncwarp();
       if (is_first_lane) tiles.turn.arrive();
       tiles.added.wait(parity);
-      if (i >= steps.finished_end && is_first_lane) pass_turn(turn);
+      if (i >= steps.finished_end && is_first_lane) {
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
+      }
     }
   }
 }
 
 // Loops are not unrolled: producers have few registers.
-template <typename T, int kWidth>
-__device__ __forceinline__ void prepare(const Params<T>& p, BwdTiles<kWidth>& tiles) {
+template <int kWidth>
+__device__ __forceinline__ void prepare(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   using Tiles = BwdTiles<kWidth>;
   constexpr int kRows = Tiles::kRows;
   const int second = of_warp(threadIdx.x / kWarp) - 2, lane = threadIdx.x % kWarp;
@@ -184,7 +203,7 @@ __device__ __forceinline__ void prepare(const Params<T>& p, BwdTiles<kWidth>& ti
   Stage<2> stage, claim;
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
-    const Steps<kWidth> steps(p.causal, item);
+    const Steps<kWidth> steps(p, item);
     if (steps.begin == steps.end) continue;
 
     tiles.keys_loaded[keys.index].wait(keys.parity);
@@ -240,14 +259,14 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[32], const WgmmaOper
 }
 
 // Adds a warpgroup's part of dQ to the sum of the blocks, in its turn; the last one stores it.
-template <bool kCasts, typename T, int kWidth>
-__device__ __forceinline__ void add_dq(const Params<T>& p, BwdTiles<kWidth>& tiles,
+template <typename T, bool kCasts, int kWidth>
+__device__ __forceinline__ void add_dq(const BwdParams& p, BwdTiles<kWidth>& tiles,
                                        const Item& item, const Steps<kWidth>& steps, int i,
                                        int group, int row, const float (&dq)[32]) {
   using Tiles = BwdTiles<kWidth>;
   const int half = Tiles::kHalves == 2 ? group : 0, box = Tiles::kHalves == 2 ? 0 : group;
   const int64_t unit = item.unit + i * Tiles::kHalves + half;
-  float4* const sums = reinterpret_cast<float4*>(p.sums) +
+  float4* const sums = p.sums +
                        ((unit * p.heads + item.head) * kBoxes<kWidth> + box) * kSumsOfPart +
                        threadIdx.x % kWarpgroup;
   const bool is_first = item.start == 0, is_last = i < steps.finished_end;
@@ -285,13 +304,20 @@ __device__ __forceinline__ void add_dq(const Params<T>& p, BwdTiles<kWidth>& til
     total[4 * e + 3] = dq[4 * e + 3] + before.w;
   }
   const int position = i * Tiles::kRows + half * 64 + row, column = box * kSwizzleColumns;
-  store_gradient<kCasts>(p.dq, tiles.of_queries, item.first_q + position, item.head, column,
-                         item.length_q - position, p.width, total,
-                         grad_scale_of(p.grad_scale, item.length_k));
+  const int64_t token = item.first_q + position;
+  const int rows = item.length_q - position, columns = p.width - column;
+  const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
+  if constexpr (kCasts) {
+    cast_sums(p.casts.dq, tiles.of_queries, token, item.head * p.width + column, rows, columns,
+              by_group(total), grad_scale, grad_scale);
+  } else {
+    T* const to = static_cast<T*>(p.dq) + token * p.dq_token + item.head * p.dq_head + column;
+    store_sums<T>(to, p.dq_token, rows, columns, total, grad_scale, grad_scale);
+  }
 }
 
-template <bool kDrops, bool kCasts, typename T, int kWidth>
-__device__ __forceinline__ void multiply(const Params<T>& p, BwdTiles<kWidth>& tiles) {
+template <typename T, int kWidth, bool kDrops, bool kCasts>
+__device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   using Tiles = BwdTiles<kWidth>;
   constexpr int kHalves = Tiles::kHalves, kRows = Tiles::kRows;
   constexpr int kQueryBox = kRows * kSwizzleBytes;
@@ -312,8 +338,10 @@ __device__ __forceinline__ void multiply(const Params<T>& p, BwdTiles<kWidth>& t
   Stage<2> stage, claim;
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
-    const Steps<kWidth> steps(p.causal, item);
-    float dk[kWidth / 2] = {}, dv[kWidth / 2] = {};
+    const Steps<kWidth> steps(p, item);
+    float dk[kWidth / 2], dv[kWidth / 2];
+#pragma unroll
+    for (int e = 0; e < kWidth / 2; ++e) dk[e] = dv[e] = 0.0f;
 
     if (steps.begin < steps.end) {
       tiles.keys_loaded[keys.index].wait(keys.parity);
@@ -326,7 +354,7 @@ __device__ __forceinline__ void multiply(const Params<T>& p, BwdTiles<kWidth>& t
       float dq[32];
       const auto add = [&](int i) {
         tiles.turn.wait(stage.index ^ 1);  // turns alternate as stages do; the next one has begun
-        add_dq<kCasts>(p, tiles, item, steps, i, group, row, dq);
+        add_dq<T, kCasts>(p, tiles, item, steps, i, group, row, dq);
         release(tiles.added);
       };
 
@@ -484,15 +512,25 @@ __device__ __forceinline__ void multiply(const Params<T>& p, BwdTiles<kWidth>& t
       add(steps.begin);
     }
 
-    const int rows = item.length_k - item.start - key, token = item.first_k + item.start + key;
-    store_gradient<kCasts>(p.dk, tiles.of_keys, token, item.head, 0, rows, p.width, dk,
-                           grad_scale_of(p.grad_scale, item.length_k));
-    store_gradient<kCasts>(p.dv, tiles.of_keys, token, item.head, 0, rows, p.width, dv,
-                           p.keep_scale);
+    const int rows = item.length_k - item.start - key;
+    const int64_t token = item.first_k + item.start + key;
+    const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
+    const auto store = [&](void* to, int64_t token_stride, int64_t head_stride, const Cast& cast,
+                           const float (&sums)[kWidth / 2], float scale) {
+      if constexpr (kCasts) {
+        cast_sums(cast, tiles.of_keys, token, item.head * p.width, rows, p.width, by_group(sums),
+                  scale, scale);
+      } else {
+        T* const first = static_cast<T*>(to) + token * token_stride + item.head * head_stride;
+        store_sums<T>(first, token_stride, rows, p.width, sums, scale, scale);
+      }
+    };
+    store(p.dk, p.dk_token, p.dk_head, p.casts.dk, dk, grad_scale);
+    store(p.dv, p.dv_token, p.dv_head, p.casts.dv, dv, p.keep_scale);
   }
   if (kCasts && lane == 0) {
-    tiles.of_queries.of_warp[threadIdx.x / kWarp].publish(p.dq.cast);
-    tiles.of_keys.of_warp[threadIdx.x / kWarp].publish(p.dk.cast);
+    tiles.of_queries.of_warp[threadIdx.x / kWarp].publish(p.casts.dq);
+    tiles.of_keys.of_warp[threadIdx.x / kWarp].publish(p.casts.dk);
   }
 }
 
@@ -500,7 +538,7 @@ __device__ __forceinline__ void multiply(const Params<T>& p, BwdTiles<kWidth>& t
 
 template <typename T, int kWidth, bool kDrops, bool kCasts>
 __global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_bwd_kernel(
-    const __grid_constant__ Params<T> p) {
+    const __grid_constant__ BwdParams p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
   extern __shared__ __align__(1024) unsigned char shared[];
   using Tiles = BwdTiles<kWidth>;
@@ -526,11 +564,11 @@ __global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_bwd_kernel(
   griddepcontrol_wait();
   if (threadIdx.x >= kWarpgroup) {
     setmaxnreg_inc<kConsumerRegisters>();
-    multiply<kDrops, kCasts>(p, tiles);
+    multiply<T, kWidth, kDrops, kCasts>(p, tiles);
   } else {
     setmaxnreg_dec<kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;
-    if (threadIdx.x == 0) load<kDrops>(p, tiles);
+    if (threadIdx.x == 0) load<kWidth, kDrops>(p, tiles);
     if (warp == 1) take_turns(p, tiles);
     if (warp >= 2) prepare(p, tiles);
   }
@@ -568,14 +606,15 @@ __global__ __launch_bounds__(kTile) void draw_kernel(const ItemList list, const 
 void wgmma_bwd(const Call& a, const Backward& b) {
   const int32_t device = a.q.get_device();
   const cudaStream_t stream = current_stream(device);
-  const int heads = static_cast<int>(a.q.size(1));
+  const int64_t rows = a.q.size(0), heads = a.q.size(1), units = most_units(a);
   Tensor memory;
   const ItemList list = list_items(a, kTile, true, memory, stream);
+  const Tensor turns = allocate(a.q, {units, heads}, ScalarType::Int);
   Bits bits = {};
   Tensor bits_memory;
   if (const Dropout dropout = dropout_of(a); dropout.threshold > 0) {
     bits.keys = (a.max_k + kTile - 1) / kTile * kTile;
-    bits_memory = allocate(a.q, {2 * most_units(a), heads, bits.keys}, ScalarType::Int);
+    bits_memory = allocate(a.q, {2 * units, heads, bits.keys}, ScalarType::Int);
     bits.words = static_cast<uint32_t*>(bits_memory.data_ptr());
     // rowsum_kernel runs beside it; the longer the sentences, the more bits.
     const int64_t resident = resident_blocks(draw_kernel, kTile, device);
@@ -584,24 +623,51 @@ void wgmma_bwd(const Call& a, const Backward& b) {
             .block = kTile,
             .stream = stream,
             .dependent = true},
-           draw_kernel, list, bits, dropout, heads, a.causal);
+           draw_kernel, list, bits, dropout, static_cast<int>(heads), a.causal);
   }
-  dispatch_long(a, b.casts.dq, [&](auto zero, auto width, auto drops, auto casts) {
+  const OfQueries of_queries = attention::of_queries(a, b, turns, stream);
+  dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
     using T = decltype(zero);
-    using Tiles = BwdTiles<width>;
-    const Workspace workspace = prepare_workspace(a, b, 1, kBoxes<width> * 64 * 64, stream);
-    const auto input = [&](const char*, const Tensor& x) {
-      const bool of_keys = &x == &a.k || &x == &a.v;
-      return tensor_map_of_heads(x, of_keys ? kTile : Tiles::kRows);
-    };
-    launch({.op = a.op,
-            .grid = static_cast<unsigned>(resident_blocks(device, 1)),
-            .block = kWgmmaThreads,
-            .shared = sizeof(Tiles),
-            .stream = stream,
-            .dependent = true},
-           attention_wgmma_bwd_kernel<T, width, drops, casts>,
-           Params<T>{{a, b, list, workspace, input}, bits});
+    constexpr int kWidth = decltype(width)::value;
+    constexpr bool kDrops = decltype(drops)::value;
+    using Tiles = BwdTiles<kWidth>;
+    const Tensor sums = allocate(a.q, {units, heads, kBoxes<kWidth>, 64, 64}, ScalarType::Float);
+    const BwdParams p{.q = tensor_map_of_heads(a.q, Tiles::kRows),
+                      .dout = tensor_map_of_heads(b.dout, Tiles::kRows),
+                      .k = tensor_map_of_heads(a.k, kTile),
+                      .v = tensor_map_of_heads(a.v, kTile),
+                      .list = list,
+                      .lse = of_queries.lse,
+                      .rowsum = of_queries.rowsum,
+                      .sums = static_cast<float4*>(sums.data_ptr()),
+                      .turns = static_cast<uint32_t*>(turns.data_ptr()),
+                      .dq = b.dq.data_ptr(),
+                      .dk = b.dk.data_ptr(),
+                      .dv = b.dv.data_ptr(),
+                      .dq_token = b.dq.stride(0),
+                      .dq_head = b.dq.stride(1),
+                      .dk_token = b.dk.stride(0),
+                      .dk_head = b.dk.stride(1),
+                      .dv_token = b.dv.stride(0),
+                      .dv_head = b.dv.stride(1),
+                      .rows_q = static_cast<int>(rows),
+                      .heads = static_cast<int>(heads),
+                      .width = static_cast<int>(a.q.size(2)),
+                      .causal = a.causal,
+                      .scale = static_cast<float>(a.scale),
+                      .keep_scale = a.keep_scale(),
+                      .grad_scale = a.grad_scale(),
+                      .bits = bits,
+                      .casts = b.casts};
+    dispatch_cast<T>(b.casts.dq, [&](auto is_cast) {
+      launch({.op = a.op,
+              .grid = static_cast<unsigned>(resident_blocks(device, 1)),
+              .block = kWgmmaThreads,
+              .shared = sizeof(Tiles),
+              .stream = stream,
+              .dependent = true},
+             attention_wgmma_bwd_kernel<T, kWidth, kDrops, decltype(is_cast)::value>, p);
+    });
   });
 }
 

@@ -20,7 +20,17 @@
 namespace lightseq::attention {
 namespace {
 
-using Params = FwdParams<CUtensorMap>;  // boxes of kTile rows
+struct FwdParams {
+  CUtensorMap q, k, v;  // boxes of kTile rows
+  ItemList list;
+  void* out;   // [Tq, H, D]
+  float* lse;  // [Tq, H]
+  int heads, width;
+  bool causal;
+  float scale, keep_scale;  // keep_scale: 1 / (1 - p)
+  Dropout dropout;
+  Cast cast;  // of out
+};
 
 template <int kWidth>
 struct FwdTiles {
@@ -34,12 +44,12 @@ struct FwdTiles {
 #ifdef LIGHTSEQ_HAS_WGMMA
 
 // Tiles of keys to which a tile of queries attends.
-__device__ __forceinline__ int key_tiles(const Params& p, const Item& item) {
+__device__ __forceinline__ int key_tiles(const FwdParams& p, const Item& item) {
   return tiles_of(p.causal ? min(item.length_k, item.start + kTile) : item.length_k);
 }
 
 template <int kWidth>
-__device__ __forceinline__ void load(const Params& p, FwdTiles<kWidth>& tiles) {
+__device__ __forceinline__ void load(const FwdParams& p, FwdTiles<kWidth>& tiles) {
   const auto load_tile = [&](auto& to, const CUtensorMap& from, int head, int row, Mbarrier& full) {
     full.arrive_expect_tx(kBoxes<kWidth> * kBoxBytes);
 #pragma unroll
@@ -68,7 +78,7 @@ __device__ __forceinline__ void load(const Params& p, FwdTiles<kWidth>& tiles) {
 
 // Passes tiles of V from the TMA to the consumers; zeroes the rows after the end of the sentence.
 template <int kWidth>
-__device__ __forceinline__ void zero_values(const Params& p, FwdTiles<kWidth>& tiles) {
+__device__ __forceinline__ void zero_values(const FwdParams& p, FwdTiles<kWidth>& tiles) {
   Stage<2> claim, kv;
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
@@ -89,12 +99,13 @@ __device__ __forceinline__ void zero_values(const Params& p, FwdTiles<kWidth>& t
 }
 
 template <typename T, int kWidth, bool kDrops, bool kCasts>
-__device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tiles) {
+__device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& tiles) {
   const int group = of_warp(threadIdx.x / kWarpgroup) - 1, lane = threadIdx.x % kWarp;
   const int c = lane % 4;
   const int row = group * kWgmmaM + threadIdx.x % kWarpgroup / kWarp * 16 + lane / 4;  // and + 8
   const float scale = p.scale * kLog2E;
   const AttentionDropout dropout = kDrops ? AttentionDropout(p.dropout) : AttentionDropout();
+  const int64_t token_stride = static_cast<int64_t>(p.heads) * p.width;
 
   if constexpr (kCasts) tiles.statistics.clear();
   Stage<2> claim, qs, ks, vs;
@@ -104,18 +115,29 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
     const int position = item.start + row;
     const int rows = item.length_q - position;  // from `row` on
     const int64_t token = item.first_q + position;
-    float o[kWidth / 2] = {}, shift[2] = {}, sum[2] = {};
-    const auto store = [&](bool has_keys) {
-      store_results<T, kCasts>(p, tiles.statistics, token, item.head, rows, has_keys, shift, sum,
-                               o);
+    T* const out = static_cast<T*>(p.out) + token * token_stride + item.head * p.width;
+    float* const lse = p.lse + token * p.heads + item.head;
+
+    float o[kWidth / 2];
+#pragma unroll
+    for (int e = 0; e < kWidth / 2; ++e) o[e] = 0.0f;
+    const auto store = [&](float low, float high) {
+      store_sums<T>(out, token_stride, rows, p.width, o, low, high);
+      if constexpr (kCasts) {
+        cast_sums(p.cast, tiles.statistics, token, item.head * p.width, rows, p.width, by_group(o),
+                  low, high);
+      }
     };
     if (n == 0) {
-      store(false);
+      store(0.0f, 0.0f);
+      if (c == 0 && rows > 0) lse[0] = 0.0f;
+      if (c == 0 && rows > 8) lse[8 * p.heads] = 0.0f;
       continue;
     }
 
-    float s[kTile / 2], shrink[2] = {1.0f, 1.0f};
+    float s[kTile / 2];
     uint32_t probabilities[kTile / 4], keep[2] = {~0u, ~0u};
+    float shift[2], sum[2] = {0.0f, 0.0f}, shrink[2] = {1.0f, 1.0f};
 
     const WgmmaOperand q(shared_address(tiles.q[qs.index]) + group * kWgmmaM * kSwizzleBytes);
     const auto start_scores = [&] {
@@ -153,8 +175,14 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
     };
     // Replaces the scores by exponentials. Returns whether the shift grew; then o must shrink.
     const auto exponentials = [&](bool first) {
-      float largest[2];
-      find_largest(largest, by_group(s));
+      float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+      for (int e = 0; e < kTile / 2; ++e) largest[e / 2 % 2] = fmaxf(largest[e / 2 % 2], s[e]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        largest[half] = fmaxf(largest[half], __shfl_xor_sync(kAllLanes, largest[half], 1));
+        largest[half] = fmaxf(largest[half], __shfl_xor_sync(kAllLanes, largest[half], 2));
+      }
       bool grew = false;
       if (first) {
         shift[0] = largest[0];
@@ -208,7 +236,13 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
     const int clear_end =
         min(item.length_k, p.causal ? item.start + group * kWgmmaM + 1 : item.length_k);
     if (first_key + kTile > clear_end) {
-      hide(by_group(s), position - lane_row(), first_key, item.length_k, p.causal, INT_MIN);
+#pragma unroll
+      for (int e = 0; e < kTile / 2; ++e) {
+        const int key = first_key + e / 4 * 8 + c * 2 + e % 2;
+        const int last =
+            p.causal ? min(item.length_k - 1, position + e / 2 % 2 * 8) : item.length_k - 1;
+        if (key > last) s[e] = -INFINITY;
+      }
     }
     exponentials(true);
     round();
@@ -243,7 +277,17 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
     release(tiles.v_empty[vs.index]);
     vs.advance();
 
-    store(true);
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float total = sum[half] + __shfl_xor_sync(kAllLanes, sum[half], 1);
+      total += __shfl_xor_sync(kAllLanes, total, 2);
+      factor[half] = __fdividef(p.keep_scale, total);
+      if (c == 0 && rows > half * 8) {
+        lse[half * 8 * p.heads] = (shift[half] * scale + __log2f(total)) * Base<T>::kLn;
+      }
+    }
+    store(factor[0], factor[1]);
   }
   if (kCasts && lane == 0) tiles.statistics.of_warp[threadIdx.x / kWarp].publish(p.cast);
 }
@@ -251,8 +295,8 @@ __device__ __forceinline__ void multiply(const Params& p, FwdTiles<kWidth>& tile
 #endif
 
 template <typename T, int kWidth, bool kDrops, bool kCasts>
-__global__ __launch_bounds__(kWgmmaThreads,
-                             1) void attention_wgmma_fwd_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_fwd_kernel(
+    const __grid_constant__ FwdParams p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
   extern __shared__ __align__(1024) unsigned char shared[];
   FwdTiles<kWidth>& tiles = *reinterpret_cast<FwdTiles<kWidth>*>(shared);
@@ -293,16 +337,32 @@ void wgmma_fwd(const Call& a, const Forward& f) {
   const cudaStream_t stream = current_stream(device);
   Tensor memory;
   const ItemList list = list_items(a, 0, true, memory, stream);
-  const auto input = [](const char*, const Tensor& x) { return tensor_map_of_heads(x, kTile); };
-  const Params params{{a, list, input}, f.out.data_ptr(), f.lse.mutable_data_ptr<float>(), f.cast};
-  dispatch_long(a, f.cast, [&](auto zero, auto width, auto drops, auto casts) {
-    launch({.op = a.op,
-            .grid = static_cast<unsigned>(resident_blocks(device, 1)),
-            .block = kWgmmaThreads,
-            .shared = sizeof(FwdTiles<width>),
-            .stream = stream,
-            .dependent = true},
-           attention_wgmma_fwd_kernel<decltype(zero), width, drops, casts>, params);
+  dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
+    using T = decltype(zero);
+    constexpr int kWidth = decltype(width)::value;
+    const FwdParams params{.q = tensor_map_of_heads(a.q, kTile),
+                           .k = tensor_map_of_heads(a.k, kTile),
+                           .v = tensor_map_of_heads(a.v, kTile),
+                           .list = list,
+                           .out = f.out.data_ptr(),
+                           .lse = f.lse.mutable_data_ptr<float>(),
+                           .heads = static_cast<int>(a.q.size(1)),
+                           .width = static_cast<int>(a.q.size(2)),
+                           .causal = a.causal,
+                           .scale = static_cast<float>(a.scale),
+                           .keep_scale = a.keep_scale(),
+                           .dropout = dropout_of(a),
+                           .cast = f.cast};
+    dispatch_cast<T>(f.cast, [&](auto casts) {
+      launch({.op = a.op,
+              .grid = static_cast<unsigned>(resident_blocks(device, 1)),
+              .block = kWgmmaThreads,
+              .shared = sizeof(FwdTiles<kWidth>),
+              .stream = stream,
+              .dependent = true},
+             attention_wgmma_fwd_kernel<T, kWidth, decltype(drops)::value, decltype(casts)::value>,
+             params);
+    });
   });
 }
 

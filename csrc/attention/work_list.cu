@@ -162,7 +162,7 @@ __global__ __launch_bounds__(kListThreads) void list_kernel(const Boundaries bou
   griddepcontrol_wait();
 }
 
-// Computes lse and rowsum of BwdParams, and zeroes the counters in `turns`. Eight lanes
+// Computes the members of OfQueries, [H, Tq] each, and zeroes the counters in `turns`. Eight lanes
 // process one head of a row, 16 bytes per lane at a time.
 template <typename T>
 __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packed<const T> out,
@@ -226,18 +226,15 @@ ItemList list_items(const Call& a, int block_keys, bool interleaved, Tensor& mem
   return {list, counts};
 }
 
-Workspace prepare_workspace(const Call& a, const Backward& b, int64_t parts, int64_t numbers,
-                            cudaStream_t stream) {
+OfQueries of_queries(const Call& a, const Backward& b, const Tensor& turns, cudaStream_t stream) {
   constexpr int kThreads = 256, kLines = kThreads / 8;
   const int64_t rows = a.q.size(0), heads = a.q.size(1);
   const bool has_low = a.q.scalar_type() == ScalarType::Float;
-  parts *= most_units(a) * heads;
-  const Workspace workspace{
-      .of_queries = allocate(a.q, {has_low ? 3 : 2, heads, rows}, ScalarType::Float),
-      .turns = allocate(a.q, {parts}, ScalarType::Int),
-      .sums = allocate(a.q, {parts, numbers}, ScalarType::Float)};
-  float* const lse = workspace.of_queries.mutable_data_ptr<float>();
-  dispatch_float(a.q.scalar_type(), "attention_bwd: q", [&](auto zero) {
+  const Tensor memory = allocate(a.q, {has_low ? 3 : 2, heads, rows}, ScalarType::Float);
+  float* const lse_of_heads = memory.mutable_data_ptr<float>();
+  float* const rowsum = lse_of_heads + heads * rows;
+  float* const lse_low = has_low ? rowsum + heads * rows : nullptr;
+  const auto start = [&](auto zero) {
     using T = decltype(zero);
     launch({.op = a.op,
             .grid = static_cast<unsigned>(blocks_for(rows * heads, kLines)),
@@ -245,13 +242,13 @@ Workspace prepare_workspace(const Call& a, const Backward& b, int64_t parts, int
             .stream = stream,
             .dependent = true},
            rowsum_kernel<T>, packed<const T>(a.op, "dout", b.dout),
-           packed<const T>(a.op, "out", b.out), b.lse.const_data_ptr<Lse<T>>(), lse,
-           lse + 2 * heads * rows, lse + heads * rows,
-           static_cast<uint32_t*>(workspace.turns.data_ptr()), parts, static_cast<int>(rows),
-           static_cast<int>(heads), static_cast<int>(a.q.size(2)),
+           packed<const T>(a.op, "out", b.out), b.lse.const_data_ptr<Lse<T>>(), lse_of_heads,
+           lse_low, rowsum, static_cast<uint32_t*>(turns.data_ptr()), turns.numel(),
+           static_cast<int>(rows), static_cast<int>(heads), static_cast<int>(a.q.size(2)),
            static_cast<float>(1.0 - a.dropout_p));
-  });
-  return workspace;
+  };
+  dispatch_float(a.q.scalar_type(), "attention_bwd: q", start);
+  return {memory, lse_of_heads, lse_low, rowsum};
 }
 
 }  // namespace lightseq::attention

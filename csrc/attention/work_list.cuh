@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/cast.cuh"
 #include "attention/method.h"
 #include "attention/tiles.cuh"
 #include "common/occupancy.h"
@@ -123,147 +122,43 @@ __device__ __forceinline__ void store_sums(T* to, int64_t row_stride, int rows, 
   }
 }
 
-// Writes a warp's 16 rows of a gradient, multiplied by `factor`. row, column: of the lane's first
-// row, and of the first column; rows: how many exist from `row` on; width: of a head.
-template <bool kCasts, typename T, int kCount, int kWarps>
-__device__ __forceinline__ void store_gradient(const Result<T>& to,
-                                               BlockStatistics<kWarps>& statistics, int row,
-                                               int head, int column, int rows, int width,
-                                               const float (&sums)[kCount], float factor) {
-  if constexpr (kCasts) {
-    cast_sums(to.cast, statistics, row, head * width + column, rows,
-              min(width - column, 2 * kCount), by_group(sums), factor, factor);
-  } else {
-    store_sums<T>(to.rows.at(row, head) + column, to.rows.token_bytes / sizeof(T), rows,
-                  width - column, sums, factor, factor);
-  }
-}
-
-// The parameters of both passes. Input: what a kernel loads from.
-template <typename Input>
-struct LongParams {
-  Input q, k, v;
-  ItemList list;
-  int rows_q, heads, width;
-  bool causal;
-  float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
-  Dropout dropout;
-
-  // input(name, x): what the kernel loads x from.
-  template <typename Function>
-  LongParams(const Call& a, const ItemList& list, const Function& input)
-      : q(input("q", a.q)),
-        k(input("k", a.k)),
-        v(input("v", a.v)),
-        list(list),
-        rows_q(static_cast<int>(a.q.size(0))),
-        heads(static_cast<int>(a.q.size(1))),
-        width(static_cast<int>(a.q.size(2))),
-        causal(a.causal),
-        scale(static_cast<float>(a.scale)),
-        keep_scale(a.keep_scale()),
-        grad_scale(a.grad_scale()),
-        dropout(dropout_of(a)) {}
-};
-
-template <typename Input>
-struct FwdParams : LongParams<Input> {
-  void* out;   // [Tq, H, D]
-  float* lse;  // [Tq, H]
-  Cast cast;   // of out
-};
-
-// Writes a warp's 16 rows of forward's results. token: of row r = lane / 4; rows: how many exist
-// from row r on. o: products of the exponentials with V; shift, sum: see end_softmax().
-template <typename T, bool kCasts, typename Input, int kCount, int kWarps>
-__device__ __forceinline__ void store_results(const FwdParams<Input>& p,
-                                              BlockStatistics<kWarps>& statistics, int64_t token,
-                                              int head, int rows, bool has_keys,
-                                              const float (&shift)[2], const float (&sum)[2],
-                                              const float (&o)[kCount]) {
-  const int64_t line = token * p.heads + head;
-  const float2 factor = end_softmax<T>(shift, sum, p.scale * kLog2E, p.keep_scale, has_keys,
-                                       p.lse + line, p.heads, rows);
-  store_sums<T>(static_cast<T*>(p.out) + line * p.width, static_cast<int64_t>(p.heads) * p.width,
-                rows, p.width, o, factor.x, factor.y);
-  if constexpr (kCasts) {
-    cast_sums(p.cast, statistics, token, head * p.width, rows, p.width, by_group(o), factor.x,
-              factor.y);
-  }
-}
-
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   uint32_t x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
   return x;
 }
 
-// Lets the next block add. One thread calls it, after a barrier with those that have added. It
-// waits until their additions are complete.
-__device__ __forceinline__ void pass_turn(uint32_t* passed) {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(passed) : "memory");
-}
-
-// Backward's memory, which must outlive the kernel.
-struct Workspace {
-  Tensor of_queries, turns, sums;
-};
-
-// Allocates the workspace, computes lse and rowsum, and zeroes the counters. parts: of a tile of
-// queries of a head, with `numbers` of dQ each.
-Workspace prepare_workspace(const Call& a, const Backward& b, int64_t parts, int64_t numbers,
-                            cudaStream_t stream);
-
-// A block has a turn to add to a part of dQ; each tile of queries has one part or several.
-template <typename T, typename Input>
-struct BwdParams : LongParams<Input> {
-  Input dout;
-  Result<T> dq, dk, dv;
+// Backward's inputs that have one number for each query and head.
+struct OfQueries {
+  Tensor memory;
   const float* lse;      // [H, Tq], times log2(e) in 16 bits
-  const float* rowsum;   // [H, Tq]: D = (1 - p) rowsum(dO * O)
   const float* lse_low;  // [H, Tq]: the remainder that lse lacks; only in float32
-  float* sums;           // dQ: [tiles of queries, H, parts, numbers of a part]
-  uint32_t* turns;       // [tiles of queries, H, parts]: how many blocks have added; zero at first
-
-  template <typename Function>
-  BwdParams(const Call& a, const Backward& b, const ItemList& list, const Workspace& workspace,
-            const Function& input)
-      : LongParams<Input>(a, list, input),
-        dout(input("dout", b.dout)),
-        dq(result_of<T>(a.op, "dq", b.dq, b.casts.dq)),
-        dk(result_of<T>(a.op, "dk", b.dk, b.casts.dk)),
-        dv(result_of<T>(a.op, "dv", b.dv, b.casts.dv)),
-        lse(workspace.of_queries.const_data_ptr<float>()),
-        rowsum(lse + a.q.size(1) * a.q.size(0)),
-        lse_low(rowsum + a.q.size(1) * a.q.size(0)),
-        sums(workspace.sums.mutable_data_ptr<float>()),
-        turns(static_cast<uint32_t*>(workspace.turns.data_ptr())) {}
+  const float* rowsum;   // [H, Tq]: D = (1 - p) rowsum(dO * O)
 };
 
-// Calls function(zero of the element type, columns that products have, whether there is dropout,
-// whether the kernel casts its results).
+// Computes these inputs, and zeroes the counters in `turns`.
+OfQueries of_queries(const Call& a, const Backward& b, const Tensor& turns, cudaStream_t stream);
+
+// Calls function(zero of the element type, columns that products have, whether there is dropout).
 template <typename Function>
-void dispatch_long(const Call& a, const Cast& cast, Function&& function) {
+void dispatch_long(const Tensor& q, double dropout_p, Function&& function) {
   const auto by_dropout = [&](auto zero, auto width) {
-    dispatch_cast<decltype(zero)>(cast, [&](auto casts) {
-      if (Dropout::threshold_of(a.dropout_p) > 0) {
-        function(zero, width, std::true_type{}, casts);
-      } else {
-        function(zero, width, std::false_type{}, casts);
-      }
-    });
+    if (Dropout::threshold_of(dropout_p) > 0) {
+      function(zero, width, std::true_type{});
+    } else {
+      function(zero, width, std::false_type{});
+    }
   };
   const auto by_width = [&](auto zero) {
-    if (a.q.size(2) <= 64) {
+    if (q.size(2) <= 64) {
       by_dropout(zero, std::integral_constant<int, 64>{});
-    } else if (a.q.size(2) <= 96) {
+    } else if (q.size(2) <= 96) {
       by_dropout(zero, std::integral_constant<int, 96>{});
     } else {
       by_dropout(zero, std::integral_constant<int, 128>{});
     }
   };
-  if (a.q.scalar_type() == torch::headeronly::ScalarType::Half) {
+  if (q.scalar_type() == torch::headeronly::ScalarType::Half) {
     by_width(__half{});
   } else {
     by_width(__nv_bfloat16{});
