@@ -197,14 +197,7 @@ def _plain(value: Any) -> Any:
 
 def _registry(group: str) -> Mapping[str, Any]:
     """Name -> class of the components that a group chooses from; empty for other groups."""
-    from fairseq.models import ARCH_MODEL_REGISTRY
-    from fairseq.registry import REGISTRIES
-    from fairseq.tasks import TASK_REGISTRY
-
-    registries: dict[str, Mapping[str, Any]]
-    registries = {name: entry["registry"] for name, entry in REGISTRIES.items()}
-    registries |= {"task": TASK_REGISTRY, "model": ARCH_MODEL_REGISTRY}
-    return registries.get(group, {})
+    return registries.components().get("arch" if group == "model" else group, {})
 
 
 def _component(group: str, name: str | None) -> Any:

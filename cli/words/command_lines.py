@@ -16,6 +16,7 @@ from typing import Any
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.words import registries
 from lightseq_fairseq.cli.words.defaults import flag_of
 from lightseq_fairseq.fairseq_compat import patching
 
@@ -171,15 +172,8 @@ def _own_flags(command: str) -> set[str]:
 
 def _component_with(flag: str, known: set[str]) -> str | None:
     """An arch, a task, an optimizer, ... that has the flag, such as ``--optimizer adagrad``."""
-    from fairseq.models import ARCH_MODEL_REGISTRY
-    from fairseq.registry import REGISTRIES
-    from fairseq.tasks import TASK_REGISTRY
-
-    registries = {"--arch": ARCH_MODEL_REGISTRY, "--task": TASK_REGISTRY}
-    for name, registry in REGISTRIES.items():
-        registries[flag_of(name)] = registry["registry"]
-    for whose, registry in registries.items():
-        if whose in known:
+    for kind, registry in registries.components().items():
+        if (whose := flag_of(kind)) in known:
             for name, component in registry.items():
                 with contextlib.suppress(Exception):  # some need packages that may be missing
                     if any(flag in action.option_strings for action in actions_of(component)):

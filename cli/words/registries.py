@@ -7,7 +7,7 @@ only names can be tested, see `defaults`.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightseq_fairseq.base import families
@@ -21,6 +21,16 @@ def function(cls: Any, name: str) -> Any:
     it."""
     method = getattr(cls, name, None)
     return getattr(method, "__func__", method)
+
+
+def components() -> dict[str, Mapping[str, Any]]:
+    """fairseq's registries, name -> class: of "arch", "task", "optimizer", "criterion", ..."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.registry import REGISTRIES
+    from fairseq.tasks import TASK_REGISTRY
+
+    others = {name: entry["registry"] for name, entry in REGISTRIES.items()}
+    return {"arch": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY, **others}
 
 
 def data_of(task: str) -> str | None:

@@ -127,9 +127,12 @@ def or_unable(given: argparse.Namespace) -> Iterator[None]:
 
 
 def measure(
-    given: argparse.Namespace, samples: Sequence[dict[str, Any]],
-    translate: Callable[[dict[str, Any]], list[int]], load_s: float, memory: MemoryMeter,
-) -> None:  # fmt: skip
+    given: argparse.Namespace,
+    samples: Sequence[dict[str, Any]],
+    translate: Callable[[dict[str, Any]], list[int]],
+    load_s: float,
+    memory: MemoryMeter,
+) -> None:
     """Translates the samples ``--warm-up`` + ``--passes`` times and writes the report.
 
     Args:

@@ -373,21 +373,21 @@ def _data_flags(case: Case) -> dict[str, object]:
     if case.data is Data.CLASSES:
         task = {"--task": "sentence_prediction", "--num-classes": LABELS}
         return {**task, **roberta_flags(shape), **by_samples}
-    blocks = {"--sample-break-mode": "none", "--tokens-per-sample": case.block, **by_samples}
+    samples = {"--sample-break-mode": "none", "--tokens-per-sample": case.block, **by_samples}
     if case.data is Data.MIX:  # each sample is a line; fairseq sorts samples by length
-        blocks = {
+        samples = {
             "--sample-break-mode": "eos",
             "--tokens-per-sample": case.longest,
             "--max-tokens": case.max_tokens,
         }
     if shape.is_masked:
-        return {"--task": "masked_lm", **roberta_flags(shape), **blocks}
+        return {"--task": "masked_lm", **roberta_flags(shape), **samples}
     return {
         "--task": "language_modeling",
         "--decoder-layers": shape.decoder_layers,
         "--attention-dropout": shape.attention_dropout,
         "--max-target-positions": shape.positions or case.block,
-        **blocks,
+        **samples,
     }
 
 
