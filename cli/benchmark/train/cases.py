@@ -70,6 +70,7 @@ class Shape(NamedTuple):
 
 
 DROPOUT = 0.1
+WARM_UP = 4000  # updates, in all systems
 UNUSED_POSITIONS = 2  # first rows of fairseq's table of positions, which no token uses
 _T2T_BIG = Shape("transformer_wmt_en_de_big_t2t", 1024, 4096, 16, 6, 6, True, 0.1, 0.1)
 _GPT2 = Shape("transformer_lm_gpt2_small", 1024, 4096, 16, 0, 24, True, 0.1, 0.0, "gelu", False)
@@ -335,6 +336,7 @@ def _training(
         "--dropout": DROPOUT,
         **_data_flags(case),
         "--max-update": updates,
+        "--warmup-updates": WARM_UP,
         "--num-workers": workers,
         "--seed": 1,
         "--distributed-world-size": case.gpus,

@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli.benchmark.train import corpus, masked_batches
 from lightseq_fairseq.cli.benchmark.train.batches import Batch, Blocks, Pairs
-from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, SYSTEMS, Case
+from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, SYSTEMS, WARM_UP, Case
 from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
 from lightseq_fairseq.cli.benchmark.train.measured_trainer import StepMeter, meter_parser
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
@@ -49,7 +49,7 @@ from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 
 SIZES = 8  # row counts are multiples of max-tokens / SIZES; each is compiled separately
 DRAWN = 256  # maximum number of batches of masked text; they are used in a cycle
-LR, WARM_UP, BETAS, WEIGHT_DECAY = 5e-4, 4000, (0.9, 0.98), 1e-4
+LR, BETAS, WEIGHT_DECAY = 5e-4, (0.9, 0.98), 1e-4
 
 
 def pack(padded: dict[str, Any], max_tokens: int) -> Pairs:
