@@ -17,7 +17,7 @@ from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
-from lightseq_fairseq.cli.translate.text_output import text_output
+from lightseq_fairseq.cli.translate.text_output import output_text, text_output
 from lightseq_fairseq.cli.words.defaults import is_given
 from lightseq_fairseq.fairseq_compat import scoring
 
@@ -34,7 +34,11 @@ from lightseq_fairseq.fairseq_compat import scoring
     help="Score against the lines of this file.  [default: the targets in the binarised data, in "
     "which rare words are <unk>]",
 )  # fmt: skip
-def main(words: list[str], native: bool, output: Path | None, reference: TextIO | None) -> None:
+@output_text
+def main(
+    words: list[str], native: bool, output: Path | None, reference: TextIO | None,
+    output_text: Path | None,
+) -> None:  # fmt: skip
     """Translate a binarised test set and score it, or continue prompts by a language model.
 
     Takes every option of fairseq-generate, and checkpoints that lightseq-train or fairseq-train
@@ -58,14 +62,14 @@ def main(words: list[str], native: bool, output: Path | None, reference: TextIO 
     """
 
     def translate(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
-        _translate(fairseq_main, args, words, output, reference)
+        _translate(fairseq_main, args, words, output, reference, output_text)
 
     run_fairseq("generate", words, native=native, around=translate)
 
 
 def _translate(
     fairseq_main: Callable[[Any], Any], args: Namespace, words: list[str],
-    output: Path | None, reference: TextIO | None,
+    output: Path | None, reference: TextIO | None, texts: Path | None,
 ) -> None:  # fmt: skip
     references = None if reference is None else score.lines_of(reference)
     path = output if args.results_path is None else _results(args, output)
@@ -80,7 +84,10 @@ def _translate(
     metric = _metric(args, words)
     quiet, args.quiet, args.results_path = args.quiet, False, None
     unscored: UserError | None = None
-    with text_output(path) if path else contextlib.nullcontext() as file:
+    with (
+        text_output(path) if path else contextlib.nullcontext() as file,
+        text_output(texts) if texts else contextlib.nullcontext() as plain,
+    ):
         out = GenerationOutput(file, quiet, asked_for_score)
         if shared:
             from lightseq_fairseq.cli.translate import several_gpus
@@ -89,6 +96,8 @@ def _translate(
         else:
             with contextlib.redirect_stdout(out), left_on_cpu():
                 fairseq_main(looked_up_once(args))
+        if plain is not None:
+            plain.writelines(f"{line}\n" for line in out.output.texts())
         if (note := out.unknown.sentence()) is not None:
             click.echo(f"lightseq-generate: note: {note}", err=True)
         if families.has_prompts(args.task) and reference is None:

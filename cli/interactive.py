@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import click
 
@@ -17,6 +19,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.output import Lines, UnknownWords
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
+from lightseq_fairseq.cli.translate.text_output import output_text, text_output
 from lightseq_fairseq.cli.words.defaults import is_given, with_options
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.lines import buffered_read
@@ -27,7 +30,8 @@ logger = logging.getLogger("fairseq_cli.interactive")  # the log is that of fair
 
 @launcher("interactive")
 @click.option("--native", is_flag=True, help="Build fairseq's own model from the checkpoint.")
-def main(words: list[str], native: bool) -> None:
+@output_text
+def main(words: list[str], native: bool, output_text: Path | None) -> None:
     """Translate lines from the terminal, a pipe or a file (--input).
 
     With --task language_modeling, each line is a prompt, which the model continues.
@@ -42,24 +46,34 @@ def main(words: list[str], native: bool) -> None:
     Each line is translated and printed as soon as it is read. With --buffer-size N, the command
     reads N lines and translates them together, in batches of --batch-size or --max-tokens.
     """
-    run_fairseq("interactive", words, native=native, complete=_one_process, around=_translate)
+    with text_output(output_text) if output_text else contextlib.nullcontext() as texts:
+        translate = functools.partial(_translate, texts)
+        run_fairseq("interactive", words, native=native, complete=_one_process, around=translate)
 
 
 class _AtOnce(Lines):
-    """Standard output that is flushed after each line; to a pipe Python would buffer 8 KB."""
+    """Standard output that is flushed after each line; to a pipe Python would buffer 8 KB.
 
-    def __init__(self) -> None:
-        self.terminal = sys.stdout
+    texts: receives the best translation of each sentence, and an empty line for a skipped one.
+    """
+
+    def __init__(self, texts: TextIO | None) -> None:
+        self.terminal, self.texts, self.written = sys.stdout, texts, 0
         self.unknown = UnknownWords()
 
     def line(self, line: str) -> None:
         print(line, file=self.terminal, flush=True)
         if line.startswith("S-"):
             self.unknown.count(line)
+        found = re.match(r"D-(\d+)\t.*?\t(.*)", line)
+        if self.texts and found and int(found[1]) >= self.written:
+            skipped = int(found[1]) - self.written
+            print("\n" * skipped + found[2], file=self.texts, flush=True)
+            self.written += skipped + 1
 
 
-def _translate(fairseq_main: Callable[[Any], None], cfg: Any) -> None:
-    out = _AtOnce()
+def _translate(texts: TextIO | None, fairseq_main: Callable[[Any], None], cfg: Any) -> None:
+    out = _AtOnce(texts)
     is_native = not os.path.basename(sys.argv[0]).startswith("lightseq-")
     try:
         with (

@@ -214,6 +214,11 @@ class Output:
             return self.plain
         return self._ordered("H" if tokens else "D")
 
+    def texts(self) -> list[str]:
+        """The best ``D`` line of each sentence, in the order of the test set; empty without one."""
+        found = self.sentences["D"]
+        return [found.get(number, "") for number in range(max(found, default=-1) + 1)]
+
     def references(self) -> list[str]:
         """The tokenised targets that a generation has printed."""
         if not self.sentences["T"]:

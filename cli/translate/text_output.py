@@ -9,7 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import click
+
 from lightseq_fairseq.base import files
+
+# The option of the commands that translate.
+output_text = click.option(
+    "--output-text", metavar="FILE", type=click.Path(path_type=Path),
+    help="Also write the best translation of each sentence to this file: plain text in the order "
+    "of the input, with an empty line for a sentence that was skipped.",
+)  # fmt: skip
 
 
 @contextmanager

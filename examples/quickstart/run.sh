@@ -71,8 +71,7 @@ lightseq-train "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang
 echo "== translating the test set (none of its pairs is in the training or validation data)"
 lightseq-generate "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang en \
     --path "$checkpoints/checkpoint_last.pt" --beam 8 --max-len-b 40 --max-tokens 4096 \
-    --remove-bpe >"$out/generate.log"
-grep '^D-' "$out/generate.log" | LC_ALL=C sort -t - -k 2n | cut -f 3- >"$out/test.hyp.en"
+    --remove-bpe --output-text "$out/test.hyp.en" >"$out/generate.log"
 
 (cd "$root" && python3 -m examples.curves "$out/train.log" "$out/curves.svg" \
     --title "German number names to English")
