@@ -16,6 +16,8 @@ from lightseq_fairseq.cli.start.commands import own
 from lightseq_fairseq.cli.translate.text_output import text_output
 from lightseq_fairseq.fairseq_compat import scoring
 
+Row = dict[str, Any]
+
 
 @own("lightseq-score")
 @click.option(
@@ -52,11 +54,7 @@ from lightseq_fairseq.fairseq_compat import scoring
     "--json", "row_file", metavar="FILE", type=click.Path(path_type=Path),
     help="Also write the score and its signature to this file, as one JSON object.",
 )  # fmt: skip
-def main(
-    system: TextIO, reference: TextIO | None, test_set: str | None, language_pair: str | None,
-    detokenize: str | None, compound_split: bool, tokenize: str | None, lowercase: bool,
-    row_file: Path | None,
-) -> None:  # fmt: skip
+def main(row_file: Path | None, **options: Any) -> None:
     """Score translations, and print BLEU with the signature that makes it comparable.
 
     \b
@@ -70,6 +68,28 @@ def main(
 
     <unk> and <<unk>> are unknown words, in translations and references: each counts as one word
     and is never right.
+    """
+    row, line = score(**options)
+    if row_file is not None:
+        with text_output(row_file) as file:
+            file.write(json.dumps(row) + "\n")
+    click.echo(line)
+
+
+def score(
+    system: TextIO, reference: TextIO | None, test_set: str | None, language_pair: str | None,
+    detokenize: str | None, compound_split: bool, tokenize: str | None = None,
+    lowercase: bool = False,
+) -> tuple[Row, str]:  # fmt: skip
+    """Computes the score that `main` writes and prints.
+
+    Returns:
+        (row, line): ``row`` has "bleu" (0 to 100, two decimals) and "signature"; with
+        ``compound_split`` both keys have the prefix "compound_split_". ``line`` is the score in
+        sacrebleu's format.
+
+    Raises:
+        UserError: a file cannot be scored, or the options exclude each other.
     """
     from sacrebleu.metrics import BLEU
 
@@ -103,11 +123,8 @@ def main(
     result, signature = bleu(output.name, translations, references, metric)
     prefix = "compound_split_" if compound_split else ""
     result.name = f"{prefix.replace('_', '-')}BLEU"
-    if row_file is not None:
-        row = {f"{prefix}bleu": round(result.score, 2), f"{prefix}signature": signature}
-        with text_output(row_file) as file:
-            file.write(json.dumps(row) + "\n")
-    click.echo(result.format(width=2, signature=signature))
+    row = {f"{prefix}bleu": round(result.score, 2), f"{prefix}signature": signature}
+    return row, result.format(width=2, signature=signature)
 
 
 def bleu(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Hypothesis:
 
     text: str
     score: float
-    words: str
-    tokens: tuple[str, ...]
-    ids: tuple[int, ...]
-    token_scores: tuple[float, ...]
-    alignment: tuple[tuple[int, int], ...] | None = None
+    words: str = field(repr=False)
+    tokens: tuple[str, ...] = field(repr=False)
+    ids: tuple[int, ...] = field(repr=False)
+    token_scores: tuple[float, ...] = field(repr=False)
+    alignment: tuple[tuple[int, int], ...] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class Translation:
     hypotheses: tuple[Hypothesis, ...]
     constraints: tuple[str, ...] = ()
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"Translation(text={self.text!r}, score={self.score:.4f})"
 
     @property
     def text(self) -> str:

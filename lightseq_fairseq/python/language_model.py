@@ -91,6 +91,11 @@ class LanguageModel(Pretrained):
             if "seed" in options:
                 seed(configuration)
             found = [list(each.hypotheses) for each in search.of_numbers(numbers)]
+        self._warn(
+            self._loaded.task.source_dictionary.string(tokens)
+            for tokens, prompt in zip(numbers, given)
+            if isinstance(prompt, str)
+        )
         return found[0] if is_one else found
 
     def _checked(self, number: int, prompt: Any) -> list[int]:

@@ -7,6 +7,8 @@ and torch are imported when a checkpoint is loaded.
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -15,6 +17,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request, messages, parsing
 from lightseq_fairseq.cli.start import launch
+from lightseq_fairseq.cli.translate.output import UnknownWords
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.words import command_lines
 from lightseq_fairseq.cli.words.defaults import flag_of
@@ -78,10 +81,13 @@ class Pretrained:
             search = Search(self._loaded, self.configuration)
         self._searches = {_words(options): (self.configuration, search)}
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.configuration.common_eval.path!r})"
+
     @classmethod
     def from_pretrained(
         cls: type[Self], checkpoint: StrPath | Sequence[StrPath], data: StrPath | None = None, *,
-        native: bool = False, **options: Any,
+        native: bool = False, device: str | None = None, **options: Any,
     ) -> Self:  # fmt: skip
         """Load a checkpoint of ``lightseq-train`` or ``fairseq-train``.
 
@@ -92,15 +98,16 @@ class Pretrained:
                 and ``dict.txt`` of a language model: the ``--destdir`` of ``lightseq-preprocess``.
                 None: the folder that the model was trained on.
             native: build fairseq's own model instead of this package's.
+            device: "cpu", or "cuda" for the current GPU; None: this GPU if there is one.
             options: flags of ``lightseq-interactive``, with "_" for "-". True sets a flag that has
-                no value; None and False do not set it. ``cpu=True`` keeps the model on the CPU;
-                ``fp16=True`` and ``bf16=True`` compute in 16 bits instead of float32.
+                no value; None and False do not set it. ``fp16=True`` and ``bf16=True`` compute in
+                16 bits instead of float32.
                 ``source_lang`` and ``target_lang`` of a translation model are by default the
                 checkpoint's, or inferred from the files in ``data``. Options of `translate` or
                 `generate` become the defaults of its calls.
 
         Returns:
-            The model, on the current GPU if there is one.
+            The model.
 
         Raises:
             UserError: the checkpoint, the data or an option cannot be used. The message is one
@@ -112,6 +119,7 @@ class Pretrained:
 
         patching.apply("model")
         cls._check_names(options)
+        options |= _of_device(device)
         paths = [checkpoint_in(path) for path in _listed(checkpoint)]
         trained = _trained(paths[0], cls.kind, options)
         options = {name: trained.get(name) for name in cls.kind.settings} | options
@@ -124,6 +132,15 @@ class Pretrained:
             options["task"] = cls.kind.task
         words = [folder, "--path", os.pathsep.join(paths), "--distributed-world-size", "1"]
         return cls(words, options, native)
+
+    @staticmethod
+    def _warn(sources: Iterable[str]) -> None:
+        """Warn of words that are not in the dictionary, as the command does by a note."""
+        unknown = UnknownWords()
+        for source in sources:
+            unknown.count(f"S-0\t{source}")
+        if (sentence := unknown.sentence()) is not None:
+            warnings.warn(sentence, stacklevel=3)
 
     def _search(self, options: dict[str, Any]) -> tuple[Any, Search]:
         """(configuration, search) for the options of a call; made once, then cached."""
@@ -157,13 +174,12 @@ class Pretrained:
         """Turns errors that the user can correct into a UserError, as the command does."""
         try:
             yield
-        except UserError:
-            raise
         except Exception as error:
-            sentence = messages.explain(error, self._request)
+            is_ours = isinstance(error, UserError)
+            sentence = str(error) if is_ours else messages.explain(error, self._request)
             if sentence is None:
                 raise
-            raise UserError(sentence) from error
+            raise UserError(_in_python(sentence, type(self).__name__)) from error
 
     @classmethod
     def _check_names(cls, options: Iterable[str]) -> None:
@@ -184,6 +200,27 @@ class Pretrained:
                     f"{name} is an option of {cls.__name__}.from_pretrained(), not of "
                     f"{cls.kind.call}(): pass it there."
                 )
+
+
+def _in_python(sentence: str, name: str) -> str:
+    """A sentence of lightseq-interactive with the names of Python: no_repeat_ngram_size."""
+    sentence = sentence.replace(f"lightseq-{_COMMAND} has no flag", f"{name} has no option")
+    sentence = sentence.replace("--fairseq-help lists all flags", "docs/flags.md lists all options")
+    return re.sub(r"--([a-z][a-z0-9-]*)", lambda flag: flag[1].replace("-", "_"), sentence)
+
+
+def _of_device(device: str | None) -> dict[str, Any]:
+    """The options that choose a device."""
+    import torch
+
+    if device not in (None, "cpu", "cuda"):
+        raise UserError(
+            f'device is {device}: use "cpu" or "cuda". torch.cuda.set_device() selects one of '
+            "several GPUs."
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError('device is cuda, but torch finds no GPU: use device="cpu".')
+    return {"cpu": True} if device == "cpu" else {}
 
 
 def _words(options: dict[str, Any]) -> tuple[str, ...]:

@@ -5,10 +5,24 @@ fairseq and torch are imported when a checkpoint is loaded.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 from lightseq_fairseq.base.errors import UserError
+
+_WHOLE_WORDS = ("subword_nmt", "fastbpe")  # bpe: tokens that begin a word have no mark
+
+
+def _require(*packages: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f'bpe="gpt2" needs packages that are not installed: run pip install '
+            f"{' '.join(missing)}."
+        )
 
 
 class RobertaModel:
@@ -37,14 +51,16 @@ class RobertaModel:
             options: settings to override, as in fairseq.
 
         Raises:
-            UserError: the folder does not exist, or the checkpoint contains another model or does
-                not fit the dictionary.
+            UserError: the folder does not exist, the checkpoint contains another model or does not
+                fit the dictionary, or a package that ``bpe`` needs is missing.
         """
         from lightseq_fairseq.checkpoints import models  # prepares fairseq
 
         # isort: split
         from fairseq.models.roberta import RobertaModel as Native
 
+        if bpe == "gpt2":
+            _require("requests", "regex")
         places = (os.fspath(model_name_or_path), checkpoint_file, os.fspath(data_name_or_path))
         folder, _, data = places
         data = os.path.join(folder, data) if data.startswith(".") else data
@@ -61,4 +77,29 @@ class RobertaModel:
                 f"{checkpoint_file} of {places[0]} contains no RoBERTa but "
                 f"{type(found.model).__name__}: choose another checkpoint."
             )
+        if found.bpe is None:
+            found.bpe = _NoSubwords()
+        if bpe in _WHOLE_WORDS:
+            found.fill_mask = functools.partial(_fill_mask, found.fill_mask)
         return found
+
+
+class _NoSubwords:
+    """In place of the subwords that ``bpe=None`` does not load."""
+
+    def encode(self, text: str) -> str:
+        raise UserError(
+            "This model was loaded without subwords, so it takes only numbers of tokens: pass bpe, "
+            'for example bpe="subword_nmt" with bpe_codes, to from_pretrained().'
+        )
+
+    decode = encode
+
+
+def _fill_mask(
+    fill_mask: Callable[..., list[tuple[str, float, str]]], masked_input: str, topk: int = 5
+) -> list[tuple[str, float, str]]:
+    """fairseq's ``fill_mask``, which removes the space before ``<mask>``: it expects that a token
+    that begins a word contains this space."""
+    found = fill_mask(masked_input, topk)
+    return [(masked_input.replace("<mask>", token), score, token) for _, score, token in found]

@@ -67,6 +67,7 @@ class Translator(Pretrained):
             if "seed" in options:
                 seed(configuration)
             found = search.translate(lines)
+        self._warn(translation.source for translation in found)
         return found[0] if isinstance(sentences, str) else found
 
 

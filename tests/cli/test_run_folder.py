@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ def test_path_of_a_run_is_its_best_checkpoint(
     for path in (trained, trained / "checkpoint_best.pt", trained / "checkpoint_last.pt"):
         caplog.clear()
         out = succeed(command, data, "--path", path, *words, "--cpu")
-        found.append((out, [r.message for r in caplog.records if "loss" in r.message]))
+        losses = re.findall(r"\| loss (\S+)", caplog.text)
+        found.append((re.findall("^[A-Z]-.*", out, re.M), losses))
     assert found[0] == found[1] != found[2]
 
 

@@ -6,6 +6,7 @@ files are made from those of today.
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,34 @@ def test_masked_text(data: roberta.Data, pretrained: Path) -> None:
 
 def test_subwords_are_fairseqs(data: roberta.Data, pretrained: Path) -> None:
     options = {"checkpoint_file": "checkpoint_last.pt", "data_name_or_path": data.text}
-    for name, kind in ((None, type(None)), ("characters", Characters)):
-        found = OurRobertaModel.from_pretrained(pretrained, **options, bpe=name)
-        assert isinstance(found.bpe, kind)
+    found = OurRobertaModel.from_pretrained(pretrained, **options, bpe="characters")
+    assert isinstance(found.bpe, Characters)
+    found = OurRobertaModel.from_pretrained(pretrained, **options, bpe=None)
+    for method in (found.encode, found.fill_mask):
+        with pytest.raises(UserError, match="loaded without subwords"):
+            method("a <mask> b")
+
+
+def test_a_filled_mask_keeps_the_spaces(
+    data: roberta.Data, pretrained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "codes").write_text("#version: 0.2\na b</w>\n")
+    options = {"checkpoint_file": "checkpoint_last.pt", "data_name_or_path": data.text}
+    options |= {"bpe": "subword_nmt", "bpe_codes": str(tmp_path / "codes")}
+    ours = OurRobertaModel.from_pretrained(pretrained, **options).eval()
+    found = ours.fill_mask("a b <mask> c", topk=3)
+    assert [text for text, _, _ in found] == [f"a b {token} c" for _, _, token in found]
+    options["data_name_or_path"] = str(data.text)
+    its = RobertaModel.from_pretrained(str(pretrained), **options).eval()
+    assert [each[2] for each in its.fill_mask("a b <mask> c", topk=3)] == [x[2] for x in found]
+
+
+def test_gpt2s_subwords_need_packages(
+    data: roberta.Data, pretrained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="run pip install requests regex"):
+        OurRobertaModel.from_pretrained(pretrained, "checkpoint_last.pt", data.text)
 
 
 def test_classes(data: roberta.Data, tuned: Path) -> None:

@@ -248,13 +248,13 @@ def test_the_class_is_there_before_torch_is() -> None:
         (["eins", 3], {}, "Sentence 1 .* of type int: pass text"),
         (None, {}, "Sentence 0 .* of type NoneType"),
         (["eins", "eins " * 2000], {}, "Sentence 1 .*2001.*1024"),
-        ("eins " * 30, {"max_tokens": 20}, "31 tokens.*--max-tokens"),
-        ("eins", {"beem": 2}, r"no flag --beem: did you mean --beam\?"),
-        ("eins", {"beam": 0}, "--beam .*at least 1"),
-        ("eins", {"beam": "four"}, "--beam cannot be four"),
-        ("eins", {"sampling": True}, "--sampling requires --nbest to be equal to --beam"),
-        ("eins", {"print_alignment": "soft"}, "--print-alignment"),
-        ("eins", {"min_len": 500}, "--min-len"),
+        ("eins " * 30, {"max_tokens": 20}, "31 tokens.*max_tokens"),
+        ("eins", {"beem": 2}, r"Translator has no option beem: did you mean beam\?"),
+        ("eins", {"beam": 0}, "^beam .*at least 1"),
+        ("eins", {"beam": "four"}, "^beam cannot be four"),
+        ("eins", {"sampling": True}, "^sampling requires nbest to be equal to beam"),
+        ("eins", {"print_alignment": "soft"}, "print_alignment"),
+        ("eins", {"min_len": 500}, "^min_len"),
         ("eins", {"fp16": True}, r"fp16 is an option of Translator.from_pretrained\(\)"),
         (
             "eins",
@@ -308,8 +308,8 @@ def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
         (lambda place: {"data": place / "other"}, "dictionary"),
         (lambda place: {"source_lang": "fr"}, "dict.fr.txt"),
         (lambda place: {"bpe": "subword_nmt", "bpe_codes": place / "gone"}, "gone .*not exist"),
-        (lambda place: {"lenpen": "long"}, "--lenpen cannot be long"),
-        (lambda place: {"lenpenalty": 1}, "no flag --lenpenalty"),
+        (lambda place: {"lenpen": "long"}, "^lenpen cannot be long"),
+        (lambda place: {"lenpenalty": 1}, "no option lenpenalty: did you mean lenpen"),
         (lambda place: {"buffer_size": 5}, "buffer_size is not an option of Translator"),
     ],
 )
@@ -340,3 +340,13 @@ def test_on_a_gpu(toy: Toy, translator: Translator, precision: dict[str, Any]) -
         found, expected = there.translate(lines, **options), translator.translate(lines, **options)
         for a, b in zip(found, expected, strict=True):
             assert a.text == b.text and a.score == pytest.approx(b.score, abs=0.1)
+
+
+def test_words_that_are_not_in_the_dictionary_are_a_warning(translator: Translator) -> None:
+    with pytest.warns(UserWarning, match="1 of the 2 source words is not in the dictionary"):
+        translator.translate("eins unbekannt")
+
+
+def test_the_device_has_pythons_names() -> None:
+    with pytest.raises(UserError, match='device is gpu: use "cpu" or "cuda"'):
+        Translator.from_pretrained("checkpoints", device="gpu")

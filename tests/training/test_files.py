@@ -157,7 +157,8 @@ with files.placed(sys.argv[1] + "/model") as place:
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "weights").write_bytes(b"old")
         os.mkfifo(tmp_path / "pipe")
-        for name in ("model", "pipe", "no/model"):
+        (tmp_path / "file").touch()
+        for name in ("file", "pipe", "no/model"):
             with (
                 pytest.raises(UserError, match=f"Cannot write {tmp_path}/{name} \\("),
                 files.placed(tmp_path / name) as place,
@@ -167,7 +168,15 @@ with files.placed(sys.argv[1] + "/model") as place:
             place.mkdir()
             raise KeyError
         assert (tmp_path / "model" / "weights").read_bytes() == b"old"
-        assert sorted(os.listdir(tmp_path)) == ["model", "pipe"]
+        assert sorted(os.listdir(tmp_path)) == ["file", "model", "pipe"]
+
+    def test_a_folder_is_replaced_whole(self, tmp_path: Path) -> None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "old").touch()
+        with files.placed(tmp_path / "model") as place:
+            place.mkdir()
+            (place / "new").touch()
+        assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["new"]
 
 
 class TestSoleUser:
