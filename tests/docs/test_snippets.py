@@ -148,7 +148,9 @@ def test_commands(page: str, world: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if is_run(block)}))
 def test_python(page: str, world: Path, tmp_path: Path) -> None:
-    run([sys.executable, "-W", "error"], world, tmp_path, program(page, ("python",)))
+    # The words of the pages are not in the dictionary of the small corpus, which is a warning.
+    python = [sys.executable, "-W", "error", "-W", "ignore::UserWarning:__main__"]
+    run(python, world, tmp_path, program(page, ("python",)))
 
 
 @pytest.mark.parametrize("block", EXCERPTS, ids=lambda block: f"{block.page}:{block.line}")
