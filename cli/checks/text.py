@@ -8,10 +8,12 @@ import itertools
 import os
 from typing import Any
 
+import click
 import numpy as np
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, binarised
+from lightseq_fairseq.cli.checks.checkpoints import saved
 from lightseq_fairseq.cli.checks.pairs import (
     folders_of,
     other_form,
@@ -19,7 +21,8 @@ from lightseq_fairseq.cli.checks.pairs import (
     splits,
     subset_flag,
 )
-from lightseq_fairseq.cli.words.defaults import flag_of
+from lightseq_fairseq.cli.words.defaults import flag_of, is_given
+from lightseq_fairseq.fairseq_compat.checkpoints import task_settings
 
 
 def text(request: Request) -> None:
@@ -29,6 +32,8 @@ def text(request: Request) -> None:
     """
     command, args = request.command, request.args
     words, lengths = _files(request)
+    if command == "eval-lm" and not is_given(request.argv, ("--tokens-per-sample",)):
+        _take_trained_block(args)
     _blocks(command, args, lengths)
     if command == "train":
         _adaptive(args, len(words))
@@ -132,6 +137,21 @@ def _whole_words(args: argparse.Namespace) -> None:
         raise UserError(
             f"--mask-whole-words cannot find the beginnings of words of --bpe {args.bpe}: use "
             f"subwords of {', '.join(sorted(known))}, or remove --mask-whole-words."
+        )
+
+
+def _take_trained_block(args: argparse.Namespace) -> None:
+    """Sets the tokens of a block as in training, if the model has too few positions for fairseq's
+    default. fairseq would leave all whole blocks out."""
+    checkpoint = saved(args.path.split(os.pathsep)[0])
+    trained = task_settings(checkpoint).get("tokens_per_sample")
+    model = (checkpoint.get("cfg") or {}).get("model") or checkpoint.get("args")
+    positions = getattr(model, "max_target_positions", None) or trained
+    if trained and args.tokens_per_sample > positions and args.sample_break_mode != "eos":
+        args.tokens_per_sample = min(trained, positions)
+        click.echo(
+            f"lightseq-eval-lm: note: --tokens-per-sample {args.tokens_per_sample}, as in training",
+            err=True,
         )
 
 

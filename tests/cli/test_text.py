@@ -174,6 +174,15 @@ def test_blocks_longer_than_the_positions(
     cli_runs.succeed("eval-lm", text, "--path", learned, "--cpu", *whole)
 
 
+def test_blocks_are_those_of_training_if_fairseqs_are_too_long(learned: Path, text: Path) -> None:
+    words = [text, "--path", learned, "--cpu", "--gen-subset", "test"]
+    result = cli_runs.run("eval-lm", *words)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert result.stderr.count("note: --tokens-per-sample 16, as in training\n") == 1
+    given = cli_runs.run("eval-lm", *words, "--tokens-per-sample", "16")
+    assert "note" not in given.stderr and given.stdout == result.stdout
+
+
 @pytest.fixture(scope="module")
 def learned(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learned")
