@@ -6,14 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.cli_runs import SMALL, binarise, run, succeed
+from helpers.cli_runs import SMALL, run, succeed
 
 SEARCH = ["--beam", "3", "--nbest", "2", "--max-len-b", "6", "--cpu"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return binarise(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.cli_runs import SMALL, binarise, run, succeed
+from helpers.cli_runs import SMALL, run, succeed
 
 # isort: split
 from fairseq import checkpoint_utils
 
 MODEL = ["--arch", "ls_transformer_tiny", *SMALL]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return binarise(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
