@@ -9,7 +9,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 
@@ -62,8 +61,7 @@ __device__ __forceinline__ Vec<T> load_cg(const T* address) {
 
 // dispatch_float(type, "op: x", [&](auto zero) { using T = decltype(zero); ... })
 template <typename Function>
-void dispatch_float(torch::headeronly::ScalarType type, const char* what, Function&& function) {
-  using torch::headeronly::ScalarType;
+void dispatch_float(ScalarType type, const char* what, Function&& function) {
   switch (type) {
     case ScalarType::Float:
       return function(float{});
@@ -74,6 +72,12 @@ void dispatch_float(torch::headeronly::ScalarType type, const char* what, Functi
     default:
       require(false, what, " must be float32, float16 or bfloat16 on a GPU");
   }
+}
+
+// The same for a type that is known to have 16 bits.
+template <typename Function>
+void dispatch_16_bits(ScalarType type, Function&& function) {
+  type == ScalarType::Half ? function(__half{}) : function(__nv_bfloat16{});
 }
 
 }  // namespace lightseq

@@ -19,11 +19,6 @@
 //
 // NaN passes through every activation, also relu, so that it reaches the gradient norm.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -40,9 +35,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kWarps = 8;
 constexpr int kColumnsPerBlock = kWarp * kColumnsPerDraw;
@@ -219,8 +211,7 @@ Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& bia
   Tensor y = allocate(x, {x.size(0), x.size(1)});
   if (y.numel() == 0) return y;
 
-  const int32_t device = x.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(x.get_device());
   dispatch_float(x.scalar_type(), "bias_activation_dropout_fwd: x", [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t kRows = kWarps * kFwdUnroll<T>;
@@ -235,9 +226,7 @@ Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& bia
     const dim3 grid(blocks_for(params.columns, kColumnsPerBlock),
                     std::min(kMaxGridY, blocks_for(params.rows, kRows)));
     const auto start = [&](auto kernel) {
-      launch(
-          {.op = op, .grid = grid, .block = dim3(kWarp, kWarps), .stream = current_stream(device)},
-          kernel, params);
+      launch({.op = op, .grid = grid, .block = dim3(kWarp, kWarps)}, kernel, params);
     };
     dispatch_activation(activation, [&](auto chosen) {
       if constexpr (has_slope(chosen.value)) {
@@ -274,8 +263,7 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backwar
   Tensor dx = allocate(dy, {rows, columns});
 
   const int32_t device = x.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
+  const DeviceGuard guard(device);
   dispatch_float(dy.scalar_type(), "bias_activation_dropout_bwd: x", [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t kRows = kWarps * kBwdUnroll<T>;
@@ -301,7 +289,7 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backwar
             .rows = rows,
             .columns = columns,
             .dropout = p.dropout};
-        launch({.op = op, .grid = grid, .block = dim3(kWarp, kWarps), .stream = stream},
+        launch({.op = op, .grid = grid, .block = dim3(kWarp, kWarps)},
                bias_activation_dropout_bwd_kernel<T, decltype(derivative), kBwdUnroll<T>>, params);
       };
       if (p.activation.has_value()) {
@@ -310,7 +298,7 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backwar
         start(GivenDerivative{});
       }
     }
-    if (p.dbias.has_value()) add_partials(partials, gradients, p.accumulate, stream);
+    if (p.dbias.has_value()) add_partials(partials, gradients, p.accumulate);
   });
   return dx;
 }

@@ -191,7 +191,7 @@ void dispatch_tiles(int64_t tiles, Function&& function) {
 
 }  // namespace
 
-void multiply_few_rows(const Product& p, cudaStream_t stream) {
+void multiply_few_rows(const Product& p) {
   const int32_t device = p.out.owner.get_device();
   const int64_t warps =
       std::clamp<int64_t>(blocks_for(p.a.columns, 2 * kChunk), kMinWarps, kMaxWarps);
@@ -205,17 +205,16 @@ void multiply_few_rows(const Product& p, cudaStream_t stream) {
       std::clamp<int64_t>(room / 2 / tile_bytes, 1, std::min<int64_t>(shared_out, kMaxTiles));
 
   const auto start = [&](auto tile_count, auto row_tile_count) {
-    dispatch_16_bits(p, [&](auto zero) {
+    dispatch_16_bits(p.a.type, [&](auto zero) {
       using T = decltype(zero);
       const auto kernel =
           linear_few_rows_kernel<T, decltype(tile_count)::value, decltype(row_tile_count)::value>;
       launch({.op = p.op,
-              .grid = static_cast<unsigned>(blocks_for(tiles, of_block)),
+              .grid = dim3(blocks_for(tiles, of_block)),
               .block = dim3(kWarp, warps),
               .shared = static_cast<size_t>(of_block * tile_bytes),
-              .stream = stream,
               .dependent = true},
-             kernel, LinearParams<T>(p, chunks, stream));
+             kernel, LinearParams<T>(p, chunks, current_stream(device)));
     });
   };
   dispatch_tiles(of_block, [&](auto tile_count) {

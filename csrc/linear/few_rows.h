@@ -16,6 +16,6 @@ inline bool has_few_rows(const Product& p) {
   return p.a.rows <= kFewRows && p.is_forward_in_16_bits();
 }
 
-void multiply_few_rows(const Product& p, cudaStream_t stream);
+void multiply_few_rows(const Product& p);
 
 }  // namespace lightseq

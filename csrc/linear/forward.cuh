@@ -64,14 +64,4 @@ struct LinearParams {
   }
 };
 
-// Calls launch(T{}) with the product's element type T.
-template <typename Launch>
-void dispatch_16_bits(const Product& p, Launch&& launch) {
-  if (p.a.type == torch::headeronly::ScalarType::Half) {
-    launch(__half{});
-  } else {
-    launch(__nv_bfloat16{});
-  }
-}
-
 }  // namespace lightseq

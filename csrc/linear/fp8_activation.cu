@@ -14,8 +14,6 @@
 // Results are cast from float32, without a rounding between. common/fp8_cast.cuh explains the
 // kernels.
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 
 #include "common/check.h"
@@ -28,8 +26,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::stable::Tensor;
 
 // Code for compute capability 10.0 and later needs a few more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -228,13 +224,12 @@ void fp8_activation_fwd(const char* op, const Tensor& z, const Tensor& bias, Act
                                        .columns = z.size(1),
                                        .dropout = dropout,
                                        .slope = output_of<uint8_t>(slope)};
-    launch_cast(op, source, cast, current_stream(z.get_device()));
+    launch_cast(op, source, cast);
   });
 }
 
 void fp8_activation_bwd(const char* op, const Tensor& dy, const Tensor& y_transpose,
                         const std::optional<Tensor>& slope, float scale, const Cast& cast) {
-  const cudaStream_t stream = current_stream(dy.get_device());
   const auto* const data = data_of<__nv_bfloat16>(dy);
   if (slope.has_value()) {
     return launch_cast(op,
@@ -243,7 +238,7 @@ void fp8_activation_bwd(const char* op, const Tensor& dy, const Tensor& y_transp
                                      .dy_stride = dy.stride(0),
                                      .slope_stride = slope->stride(0),
                                      .scale = scale},
-                       cast, stream);
+                       cast);
   }
   launch_cast(op,
               ReluBackward{.dy = data,
@@ -251,7 +246,7 @@ void fp8_activation_bwd(const char* op, const Tensor& dy, const Tensor& y_transp
                            .y_transpose = data_of<uint8_t>(y_transpose),
                            .y_stride = y_transpose.stride(0),
                            .scale = scale},
-              cast, stream);
+              cast);
 }
 
 }  // namespace lightseq

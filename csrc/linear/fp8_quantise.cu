@@ -10,10 +10,6 @@
 //
 // common/fp8_cast.cuh explains the kernel.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 #include <tuple>
 
@@ -25,16 +21,12 @@
 namespace lightseq {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 std::tuple<Tensor, Tensor> fp8_quantise(const Tensor& x, const Tensor& scale, Tensor amax,
                                         Tensor saturated, std::optional<Tensor> sums,
                                         bool accumulate) {
   constexpr const char* kOp = "fp8_quantise";
   check_cast(kOp, "x", x);
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
-  const cudaStream_t stream = current_stream(x.get_device());
+  const DeviceGuard guard(x.get_device());
   CastResults results =
       allocate_cast(x, x.size(0), x.size(1), cast_scalars(kOp, scale, amax, saturated));
   Cast& cast = results.cast;
@@ -46,12 +38,12 @@ std::tuple<Tensor, Tensor> fp8_quantise(const Tensor& x, const Tensor& scale, Te
     using T = decltype(zero);
     const Given<T> source{.x = data_of<T>(x), .stride = x.stride(0)};
     if (sums) {
-      launch_cast(kOp, Given<T, true>{.x = source.x, .stride = source.stride}, cast, stream);
+      launch_cast(kOp, Given<T, true>{.x = source.x, .stride = source.stride}, cast);
     } else {
-      launch_cast(kOp, source, cast, stream);
+      launch_cast(kOp, source, cast);
     }
   });
-  if (sums) add_partials(partials, gradients, accumulate, stream);
+  if (sums) add_partials(partials, gradients, accumulate);
   return {results.values, results.transpose};
 }
 

@@ -16,9 +16,6 @@
 // and for runs whose bits must not depend on timings.
 
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <cctype>
@@ -60,15 +57,14 @@ constexpr float kLaunch = 0.01f;
 constexpr float kFaster = 0.99f;
 
 cudaDataType_t cuda_type_of(const Matrix& x) {
-  using torch::headeronly::ScalarType;
   if (x.type == ScalarType::Float) return CUDA_R_32F;
   if (x.type == ScalarType::Float8_e4m3fn) return CUDA_R_8F_E4M3;
   return x.type == ScalarType::Half ? CUDA_R_16F : CUDA_R_16BF;
 }
 
 cublasLtEpilogue_t epilogue_of(const Product& p) {
-  if (p.relu) return p.bias != nullptr ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
-  return p.bias != nullptr ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+  if (p.bias == nullptr) return CUBLASLT_EPILOGUE_DEFAULT;
+  return p.relu ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_BIAS;
 }
 
 // Descriptors of a product for cuBLASLt, whose A is our b and whose B is our a. cuBLASLt's matrices
@@ -145,9 +141,9 @@ cublasStatus_t run(cublasLtHandle_t handle, const Product& p, MatmulDesc& d,
   }
   const float one = 1.0f;
   const float beta = p.accumulate ? 1.0f : 0.0f;
-  std::optional<torch::stable::Tensor> workspace;
+  std::optional<Tensor> workspace;
   if (algorithm.needs_workspace) {
-    workspace = allocate(p.out.owner, {kWorkspace}, torch::headeronly::ScalarType::Byte);
+    workspace = allocate(p.out.owner, {kWorkspace}, ScalarType::Byte);
   }
   return cublaslt().matmul(handle, &d.matmul, &one, p.b.data, &d.a, p.a.data, &d.b, &beta,
                            p.out.data, &d.out, p.out.data, &d.out, &algorithm.algo,
@@ -362,8 +358,10 @@ bool is_capturing(cudaStream_t stream) {
 
 }  // namespace
 
-void multiply(const Product& p, cudaStream_t stream) {
-  Multiplier& multiplier = Multiplier::of(p.out.owner.get_device());
+void multiply(const Product& p) {
+  const int32_t device = p.out.owner.get_device();
+  const cudaStream_t stream = current_stream(device);
+  Multiplier& multiplier = Multiplier::of(device);
   std::optional<Algorithm> algorithm;
   if (is_searched(p.tokens) && search_is_on()) {
     const AlgorithmTable::Key key = {cuda_type_of(p.a), cuda_type_of(p.out), p.transpose_a,

@@ -29,10 +29,6 @@
 // fairseq's.
 
 #include <cooperative_groups.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <optional>
@@ -47,9 +43,6 @@
 
 namespace lightseq::adam {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kNormThreads = 512;
 constexpr int kNormLoads = 4;  // 16-byte loads in flight per thread
@@ -160,7 +153,7 @@ Tensor adam_norm(const Tensor& grad) {
   check_aligned(op, "grad", grad, kVecBytes);
   Tensor norm = allocate(grad, {}, ScalarType::Float);
   const int32_t device = grad.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   dispatch_float(grad.scalar_type(), "adam_norm: grad", [&](auto zero) {
     using T = decltype(zero);
     const auto kernel = adam_norm_kernel<T>;
@@ -169,13 +162,9 @@ Tensor adam_norm(const Tensor& grad) {
     const int64_t blocks =
         std::clamp<int64_t>(work, 1, resident_blocks(kernel, kNormThreads, device));
     Tensor scratch = allocate(grad, {blocks}, ScalarType::Double);
-    launch({.op = op,
-            .grid = static_cast<unsigned>(blocks),
-            .block = kNormThreads,
-            .stream = current_stream(device),
-            .cooperative = true},
-           kernel, static_cast<const T*>(grad.const_data_ptr()), count,
-           scratch.mutable_data_ptr<double>(), norm.mutable_data_ptr<float>());
+    launch({.op = op, .grid = dim3(blocks), .block = kNormThreads, .cooperative = true}, kernel,
+           static_cast<const T*>(grad.const_data_ptr()), count, scratch.mutable_data_ptr<double>(),
+           norm.mutable_data_ptr<float>());
   });
   return norm;
 }
@@ -208,20 +197,15 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
   constexpr int64_t kWork = 4 * kQuads * kStepThreads;  // elements per block
   const int64_t blocks = std::max<int64_t>(1, blocks_for(params.count, kWork));
   check_blocks(op, params, blocks);
-  const int32_t device = param.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(param.get_device());
   dispatch_float(grad.scalar_type(), "adam_step: grad", [&](auto zero) {
     using G = decltype(zero);
     check_aligned(op, "grad", grad, sizeof(Quad<G>));
     const auto start = [&](auto* kept, auto* low) {
       using P = std::remove_pointer_t<decltype(kept)>;
       using L = std::remove_pointer_t<decltype(low)>;
-      launch({.op = op,
-              .grid = static_cast<unsigned>(blocks),
-              .block = kStepThreads,
-              .stream = current_stream(device)},
-             adam_step_kernel<P, G, L>, params, kept, static_cast<const G*>(grad.const_data_ptr()),
-             low);
+      launch({.op = op, .grid = dim3(blocks), .block = kStepThreads}, adam_step_kernel<P, G, L>,
+             params, kept, static_cast<const G*>(grad.const_data_ptr()), low);
     };
     void* const low = param_low.has_value() ? param_low->mutable_data_ptr() : nullptr;
     if (low != nullptr) check_aligned(op, "param_low", *param_low, sizeof(Quad<__half>));

@@ -4,7 +4,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -14,8 +13,6 @@
 #include "common/scalars.cuh"
 
 namespace lightseq::adam {
-
-using torch::stable::Tensor;
 
 struct Params {
   float* exp_avg;

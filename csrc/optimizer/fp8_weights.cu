@@ -16,9 +16,6 @@
 // units: 16 rows of a column, 16 bytes of the transpose.
 
 #include <cuda_bf16.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -33,7 +30,6 @@ namespace lightseq {
 namespace {
 
 using adam::Quad;
-using torch::stable::Tensor;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
@@ -251,12 +247,8 @@ void cast_weights(const char* op, const Source& source, const Tensor& low,
   check_aligned(op, "transposes", transposes, kUnitRows);
   const int64_t blocks = tiles.size(0);
   if (blocks == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  launch({.op = op,
-          .grid = static_cast<unsigned>(blocks),
-          .block = kThreads,
-          .stream = current_stream(device)},
-         fp8_weights_kernel<Source>, source,
+  const DeviceGuard guard(device);
+  launch({.op = op, .grid = dim3(blocks), .block = kThreads}, fp8_weights_kernel<Source>, source,
          Results{.tiles = static_cast<const Tile*>(tiles.const_data_ptr()),
                  .values = static_cast<uint8_t*>(values.mutable_data_ptr()),
                  .transposes = static_cast<uint8_t*>(transposes.mutable_data_ptr()),

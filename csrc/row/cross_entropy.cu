@@ -23,11 +23,6 @@
 // with logit -inf has probability 0. A row with a NaN counts as wrong. A target out of range that
 // is not the pad symbol stops forward's kernel with a device-side assertion.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cassert>
 #include <cfloat>
 #include <cstdint>
@@ -46,9 +41,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kFwdThreads = 128, kFwdLoads = 2;  // loads: of 8 logits each, in flight per thread
 constexpr int kBwdThreads = 512, kBwdLoads = 4;
@@ -344,18 +336,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_fwd(const Tensor& logit
   Outputs outputs(logits, accuracy);
   Tensor lse = allocate(logits, {count}, ScalarType::Float);
   const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
-  const int32_t device = logits.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(logits.get_device());
   dispatch_float(logits.scalar_type(), "cross_entropy_fwd: logits", [&](auto zero) {
     using T = decltype(zero);
     if (count == 0) return;
     const auto kernel =
         accuracy ? cross_entropy_fwd_kernel<T, true> : cross_entropy_fwd_kernel<T, false>;
-    launch({.op = op,
-            .grid = static_cast<unsigned>(count),
-            .block = kFwdThreads,
-            .stream = current_stream(device)},
-           kernel, static_cast<const T*>(logits.const_data_ptr()), rows,
+    launch({.op = op, .grid = dim3(count), .block = kFwdThreads}, kernel,
+           static_cast<const T*>(logits.const_data_ptr()), rows,
            outputs.results(lse.mutable_data_ptr<float>()));
   });
   return {outputs.loss, outputs.nll, lse, outputs.correct};
@@ -365,15 +353,11 @@ void cross_entropy_bwd(const Tensor& dloss, Tensor logits, const Tensor& target,
                        double smoothing, int64_t padding_idx) {
   const char* const op = "cross_entropy_bwd";
   const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
-  const int32_t device = logits.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(logits.get_device());
   dispatch_float(logits.scalar_type(), "cross_entropy_bwd: logits", [&](auto zero) {
     using T = decltype(zero);
     if (logits.size(0) == 0) return;
-    launch({.op = op,
-            .grid = static_cast<unsigned>(logits.size(0)),
-            .block = kBwdThreads,
-            .stream = current_stream(device)},
+    launch({.op = op, .grid = dim3(logits.size(0)), .block = kBwdThreads},
            cross_entropy_bwd_kernel<T>, static_cast<T*>(logits.mutable_data_ptr()), rows,
            Floats(dloss), Floats(lse));
   });
@@ -395,7 +379,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_bwd(const Tensor& dloss, Te
   const char* const op = "cross_entropy_fwd_bwd";
   const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
   const int32_t device = logits.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   std::tuple<Tensor, Tensor, Tensor> results;
   dispatch_float(logits.scalar_type(), "cross_entropy_fwd_bwd: logits", [&](auto zero) {
     using T = decltype(zero);
@@ -413,10 +397,9 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_bwd(const Tensor& dloss, Te
     results = {outputs.loss, outputs.nll, outputs.correct};
     if (logits.size(0) == 0) return;
     launch({.op = op,
-            .grid = static_cast<unsigned>(logits.size(0)),
+            .grid = dim3(logits.size(0)),
             .block = kBothThreads,
             .shared = row_bytes,
-            .stream = current_stream(device),
             .dependent = true},
            kernel, static_cast<T*>(logits.mutable_data_ptr()), rows, Floats(dloss),
            outputs.results(nullptr));

@@ -16,11 +16,6 @@
 // Optional: positions, dropout (p == 0: none). An index out of range stops the kernel with a
 // device-side assertion before the table is read.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cassert>
 #include <cstdint>
 #include <optional>
@@ -38,9 +33,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kWarps = 8;  // per block
 constexpr int kBlock = kWarp * kWarps;
@@ -285,8 +277,7 @@ std::tuple<Tensor, Tensor> embedding_fwd(const Tensor& tokens, const Tensor& wei
   const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
   const CastResults results = allocate_cast(weight, rows, columns, scalars, CastOf::kValues);
   Tensor y = allocate(weight, {rows, columns});
-  const int32_t device = weight.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(weight.get_device());
   dispatch_float(weight.scalar_type(), "embedding_fwd: weight", [&](auto zero) {
     using T = decltype(zero);
     if (y.numel() == 0) return;
@@ -297,12 +288,8 @@ std::tuple<Tensor, Tensor> embedding_fwd(const Tensor& tokens, const Tensor& wei
       constexpr bool kCasts = decltype(is_cast)::value;
       const auto kernel =
           p > 0.0 ? embedding_fwd_kernel<T, true, kCasts> : embedding_fwd_kernel<T, false, kCasts>;
-      launch({.op = op,
-              .grid = grid,
-              .block = kBlock,
-              .stream = current_stream(device),
-              .dependent = true},
-             kernel, lookup, static_cast<T*>(y.mutable_data_ptr()), results.cast);
+      launch({.op = op, .grid = grid, .block = kBlock, .dependent = true}, kernel, lookup,
+             static_cast<T*>(y.mutable_data_ptr()), results.cast);
     });
   });
   return {y, results.values};
@@ -325,8 +312,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
   Tensor y = allocate(weight, {rows, columns});
   Tensor mean = allocate(weight, {rows}, ScalarType::Float);
   Tensor rstd = allocate(weight, {rows}, ScalarType::Float);
-  const int32_t device = weight.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(weight.get_device());
   dispatch_float(weight.scalar_type(), "embedding_layer_norm_fwd: weight", [&](auto zero) {
     using T = decltype(zero);
     if (y.numel() == 0) return;
@@ -342,9 +328,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
       using S = decltype(shape);
       dispatch_cast<T>(results.cast, [&](auto is_cast) {
         launch({.op = op,
-                .grid = static_cast<unsigned>(blocks_for(rows, S::kTeams)),
+                .grid = dim3(blocks_for(rows, S::kTeams)),
                 .block = dim3(S::kThreads, S::kTeams),
-                .stream = current_stream(device),
                 .dependent = true},
                embedding_layer_norm_fwd_kernel<T, S, decltype(is_cast)::value>, lookup, norm,
                static_cast<T*>(y.mutable_data_ptr()), results.cast);

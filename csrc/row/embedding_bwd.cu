@@ -19,11 +19,6 @@
 // block adds the parts of its warps in shared memory; if a segment extends over several blocks, the
 // last of them to finish adds all their parts, through global memory.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 
@@ -40,8 +35,6 @@ namespace {
 
 using embedding::Place;
 using embedding::Sort;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kWarps = 8;  // per block
 constexpr int kBlock = kWarp * kWarps;
@@ -260,7 +253,7 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
 // table[indices[t]] (+)= scale * dropout'(dy[t]) for all tokens t, except in the row `excluded`.
 template <typename T>
 void add_to_table(const char* op, Gradients<T> g, const Tensor& indices, Tensor table, double scale,
-                  int64_t excluded, cudaStream_t stream) {
+                  int64_t excluded) {
   const int64_t tokens = indices.size(0), columns = table.size(1);
   if (table.numel() == 0) return;
   if (tokens == 0) {
@@ -289,13 +282,11 @@ void add_to_table(const char* op, Gradients<T> g, const Tensor& indices, Tensor 
   sort.table = g.accumulate ? nullptr : static_cast<char*>(g.table);
   sort.table_stride = g.table_stride * size;
   sort.row_bytes = columns * size;
-  sort_tokens(sort, stream);
+  sort_tokens(sort);
   // Test the scale, not the threshold: if 0 < p <= 2^-17, nothing is dropped, but dy is scaled.
   const auto kernel =
       g.dropout.scale != 1.0f ? embedding_sum_kernel<T, true> : embedding_sum_kernel<T, false>;
-  launch(
-      {.op = op, .grid = static_cast<unsigned>(spans * slabs), .block = kBlock, .stream = stream},
-      kernel, sort, g);
+  launch({.op = op, .grid = dim3(spans * slabs), .block = kBlock}, kernel, sort, g);
 }
 
 void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<Tensor>& positions,
@@ -312,9 +303,7 @@ void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<T
   };
   check_table("dweight", dweight);
   check_table("dposition_weight", dposition_weight);
-  const int32_t device = dy.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
+  const DeviceGuard guard(dy.get_device());
   dispatch_float(dy.scalar_type(), "embedding_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
     const Gradients<T> gradients{.dy = static_cast<const T*>(dy.const_data_ptr()),
@@ -323,10 +312,10 @@ void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<T
                                  .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
                                  .accumulate = accumulate};
     if (dposition_weight.has_value()) {
-      add_to_table(op, gradients, *positions, *dposition_weight, 1.0, -1, stream);
+      add_to_table(op, gradients, *positions, *dposition_weight, 1.0, -1);
     }
     if (dweight.has_value()) {
-      add_to_table(op, gradients, tokens, *dweight, scale, padding_idx, stream);
+      add_to_table(op, gradients, tokens, *dweight, scale, padding_idx);
     }
   });
 }

@@ -11,9 +11,6 @@
 // because it stores their transpose.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 
@@ -73,7 +70,7 @@ inline void check_width(const char* op, int64_t columns) {
 }
 
 // A tensor like x, or an empty one if the output does not exist.
-inline torch::stable::Tensor empty_rows(const torch::stable::Tensor& x, bool exists) {
+inline Tensor empty_rows(const Tensor& x, bool exists) {
   return exists ? allocate(x, {x.size(0), x.size(1)}) : allocate(x, {0});
 }
 

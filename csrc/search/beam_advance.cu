@@ -17,11 +17,6 @@
 // memory, in one store after a fence. If the host sees this report, all results of the step are
 // complete.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -349,13 +344,11 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                        .eos = static_cast<int>(eos),
                        .diversity = static_cast<float>(diversity),
                        .length_penalty = length_penalty};
-  const int32_t device = progress.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(progress.get_device());
   launch({.op = kOp,
-          .grid = static_cast<unsigned>(std::max<int64_t>(1, slots)),
+          .grid = dim3(std::max<int64_t>(1, slots)),
           .block = kThreads,
           .shared = beam * width * (sizeof(float) + sizeof(int)),
-          .stream = current_stream(device),
           .dependent = true},
          beam_advance_kernel, params);
 }

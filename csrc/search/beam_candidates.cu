@@ -24,11 +24,6 @@
 // many tokens reach the bound (equal logits), the `count`-th best of the listed keys becomes the
 // new bound, and the block repeats steps 3 and 4.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <tuple>
 
@@ -297,7 +292,7 @@ std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& s
   require(count >= 1 && count < classes && count <= kMaxCount, kOp, ": count must be 1 to ",
           kMaxCount, " and below V on a GPU, got ", count);
   const int32_t device = logits.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   Tensor best_scores = allocate(logits, {rows, count}, ScalarType::Float);
   Tensor best_tokens = allocate(logits, {rows, count}, ScalarType::Int);
   dispatch_float(logits.scalar_type(), "beam_candidates: logits", [&](auto zero) {
@@ -305,9 +300,8 @@ std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& s
     if (rows == 0) return;
     const auto start = [&](auto kernel, int threads, int64_t blocks) {
       launch({.op = kOp,
-              .grid = static_cast<unsigned>(blocks),
+              .grid = dim3(blocks),
               .block = static_cast<unsigned>(threads),
-              .stream = current_stream(device),
               .dependent = true},
              kernel,
              Logits<T>{.data = static_cast<const T*>(logits.const_data_ptr()),

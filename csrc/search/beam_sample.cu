@@ -17,11 +17,6 @@
 //
 // A block processes a row. In the last pass, each thread has a range of adjacent tokens.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <tuple>
 
@@ -212,8 +207,7 @@ std::tuple<Tensor, Tensor> beam_sample(const Tensor& logits, const Tensor& score
                                 .temperature = temperature});
   require(sentences.is_contiguous() && rng.is_contiguous(), kOp,
           ": sentences and rng must be contiguous");
-  const int32_t device = logits.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(logits.get_device());
   Tensor totals = allocate(logits, {rows, 1}, ScalarType::Float);
   Tensor tokens = allocate(logits, {rows, 1}, ScalarType::Int);
   dispatch_float(logits.scalar_type(), "beam_sample: logits", [&](auto zero) {
@@ -224,11 +218,7 @@ std::tuple<Tensor, Tensor> beam_sample(const Tensor& logits, const Tensor& score
                             .beam = static_cast<int>(beam),
                             .topk = static_cast<int>(topk),
                             .topp = static_cast<float>(topp)};
-    launch({.op = kOp,
-            .grid = static_cast<unsigned>(rows),
-            .block = kThreads,
-            .stream = current_stream(device),
-            .dependent = true},
+    launch({.op = kOp, .grid = dim3(rows), .block = kThreads, .dependent = true},
            beam_sample_kernel<T>, static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
            static_cast<int>(classes), scores.const_data_ptr<float>(), rules, sampling,
            totals.mutable_data_ptr<float>(), tokens.mutable_data_ptr<int>());

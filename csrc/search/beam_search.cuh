@@ -18,9 +18,6 @@
 
 namespace lightseq::beam_search {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int kSize = kColumnsPerDraw;  // logits per load
 constexpr float kFloor = -1e30f;        // initial maximum; finite, so that exp(-inf - kFloor) is 0
 
