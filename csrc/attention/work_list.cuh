@@ -13,7 +13,7 @@
 
 #include "attention/method.h"
 #include "attention/tiles.cuh"
-#include "common/occupancy.h"
+#include "common/device.h"
 
 namespace lightseq::attention {
 

@@ -35,8 +35,6 @@
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/launch.cuh"
-#include "common/optional.h"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/reduce.cuh"

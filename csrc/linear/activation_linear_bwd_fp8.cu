@@ -24,7 +24,6 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/launch.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "linear/fp8_tile_product.cuh"

@@ -26,9 +26,8 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
-#include "common/optional.h"
 #include "common/reduce.cuh"
 #include "linear/activation.cuh"
 #include "linear/ops.h"
@@ -193,7 +192,6 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks) bias_activation_dro
 }
 
 void check_inputs(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
-  require(x.dim() == 2, op, ": x must have two dimensions");
   check_rows(op, "x", x);
   check_optional_rows(op, "bias", bias);
 }
@@ -217,7 +215,7 @@ Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& bia
     constexpr int64_t kRows = kWarps * kFwdUnroll<T>;
     const Params<T> params{.x = data_of<T>(x),
                            .bias = data_of<T>(bias),
-                           .output = static_cast<T*>(y.mutable_data_ptr()),
+                           .output = output_of<T>(y),
                            .slope = output_of<typename SlopeColumns<T>::Number>(slope),
                            .x_stride = x.stride(0),
                            .rows = x.size(0),
@@ -282,7 +280,7 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backwar
             .dy = data_of<T>(dy),
             .x = data_of<X>(x),
             .bias = data_of<T>(p.bias),
-            .output = static_cast<T*>(dx.mutable_data_ptr()),
+            .output = output_of<T>(dx),
             .partials = p.dbias.has_value() ? partials.mutable_data_ptr<float>() : nullptr,
             .dy_stride = dy.stride(0),
             .x_stride = x.stride(0),
@@ -314,6 +312,11 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
                    .dbias = dbias,
                    .parameter = std::nullopt,
                    .accumulate = accumulate});
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("bias_activation_dropout_fwd", TORCH_BOX(&bias_activation_dropout_fwd));
+  m.impl("bias_activation_dropout_bwd", TORCH_BOX(&bias_activation_dropout_bwd));
 }
 
 }  // namespace
@@ -352,12 +355,4 @@ Tensor activation_bwd(const char* op, const Tensor& dy, const Tensor& x,
        .accumulate = accumulate});
 }
 
-namespace {
-
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
-  m.impl("bias_activation_dropout_fwd", TORCH_BOX(&bias_activation_dropout_fwd));
-  m.impl("bias_activation_dropout_bwd", TORCH_BOX(&bias_activation_dropout_bwd));
-}
-
-}  // namespace
 }  // namespace lightseq

@@ -28,10 +28,9 @@
 
 #include "common/check.h"
 #include "common/columns.cuh"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
 #include "common/ptx/mma.cuh"
-#include "linear/few_rows.h"
 #include "linear/forward.cuh"
 
 namespace lightseq {

@@ -19,7 +19,6 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/optional.h"
 #include "linear/activation.cuh"
 #include "linear/ops.h"
 #include "linear/slope.cuh"
@@ -112,11 +111,9 @@ struct Forward {
   }
 };
 
-struct ReluBackward {
+struct ReluBackward : Given<__nv_bfloat16, true> {  // of dy
   static constexpr int kBlocks = 3 - kFewerBlocks;
   static constexpr int kRowsAhead = kCastHalf;  // and 64 bytes of y
-  static constexpr bool kSums = true;
-  using Row = Columns<__nv_bfloat16>;
   // Reads y by whole cache lines of its transpose, through shared memory.
   struct State {
     Kept passed;
@@ -144,20 +141,9 @@ struct ReluBackward {
     }
   };
 
-  const __nv_bfloat16* dy;
-  int64_t dy_stride;
   const uint8_t* y_transpose;
   int64_t y_stride;
   float scale;  // 1 / (1 - p)
-
-  __device__ __forceinline__ const __nv_bfloat16* at(const CastPlace& place, int first) const {
-    return dy + (place.row() + first) * dy_stride + place.column();
-  }
-  __device__ __forceinline__ Row load(const __nv_bfloat16* at, int i) const {
-    Row row;
-    row.load_cg(at + i * dy_stride);
-    return row;
-  }
 
   __device__ __forceinline__ void numbers(const State& state, const Row& row, int i,
                                           float (&dz)[kColumnsPerDraw]) const {
@@ -241,11 +227,10 @@ void fp8_activation_bwd(const char* op, const Tensor& dy, const Tensor& y_transp
                        cast);
   }
   launch_cast(op,
-              ReluBackward{.dy = data,
-                           .dy_stride = dy.stride(0),
-                           .y_transpose = data_of<uint8_t>(y_transpose),
-                           .y_stride = y_transpose.stride(0),
-                           .scale = scale},
+              ReluBackward{{.x = data, .stride = dy.stride(0)},
+                           data_of<uint8_t>(y_transpose),
+                           y_transpose.stride(0),
+                           scale},
               cast);
 }
 

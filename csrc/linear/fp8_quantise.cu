@@ -16,7 +16,6 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/optional.h"
 
 namespace lightseq {
 namespace {

@@ -16,7 +16,6 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/optional.h"
 
 namespace lightseq {
 namespace {
@@ -68,8 +67,7 @@ Tensor fp8_transpose(const Tensor& x, const Tensor& scale, std::optional<Tensor>
     const Tensor partials =
         allocate(x, {sums ? cast.tiles_down() : 0, 1, columns}, ScalarType::Float);
     if (sums) cast.partials = partials.mutable_data_ptr<float>();
-    const Values source{.values = static_cast<const uint8_t*>(x.const_data_ptr()),
-                        .stride = x.stride(0)};
+    const Values source{.values = data_of<uint8_t>(x), .stride = x.stride(0)};
     launch_cast<CastOf::kTranspose>(kOp, source, cast);
     if (sums) add_partials(partials, gradients, accumulate);
     return results.transpose;

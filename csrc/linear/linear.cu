@@ -5,11 +5,11 @@
 //              dW [N, K] (+)= dy^T x          overwrites or accumulates (+)= in place
 //              db [N]    (+)= column sum of dy
 //
-// few_rows.cu computes forward's products of at most 16 rows in 16-bit types, as in
-// decoding. matmul.cu computes all others: with cuBLASLt or, for forward's products of at most 128
-// rows in 16-bit types, with tiles.cu if that is faster. All accumulate in float32, and
-// float32 operands are multiplied in float32, without TF32. This file prepares their operands, and
-// computes db. linear_fp8.cu has the products of operands in E4M3.
+// matmul.cu computes the products: forward's of at most 16 rows in 16-bit types, as in decoding,
+// with few_rows.cu, all others with cuBLASLt or, forward's of at most 128 rows in 16-bit types,
+// with tiles.cu if that is faster. All accumulate in float32, and float32 operands are multiplied
+// in float32, without TF32. This file prepares their operands, and computes db. linear_fp8.cu has
+// the products of operands in E4M3.
 //
 //   saved for backward   nothing
 //   bytes moved          each operand read once, each result written once, dy once more for db
@@ -30,18 +30,15 @@
 
 #include "common/check.h"
 #include "common/column_sum.cuh"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
-#include "linear/few_rows.h"
 #include "linear/matmul.h"
 #include "linear/ops.h"
 
 namespace lightseq {
 namespace {
-
-// ---- kernels ----
 
 constexpr int kCopyRows = 8;
 constexpr int kCopyColumns = 8;  // per lane
@@ -153,18 +150,14 @@ Matrix padded(const Matrix& x, int64_t rows, int64_t columns) {
   return copy;
 }
 
-void multiply_fitting(const Product& p) { has_few_rows(p) ? multiply_few_rows(p) : multiply(p); }
-
 // Multiplies padded operands, whose result is [rows, columns], into p.out, which may be smaller.
 void multiply_padded(Product p, int64_t rows, int64_t columns) {
-  if (fits(p.out, rows, columns)) return multiply_fitting(p);
+  if (fits(p.out, rows, columns)) return multiply(p);
   const Matrix out = p.out;
   p.out = p.accumulate ? padded(out, rows, columns) : scratch_for(out, rows, columns);
-  multiply_fitting(p);
+  multiply(p);
   copy_padded(p.out, out);
 }
-
-// ---- launchers ----
 
 void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool accumulate) {
   const int64_t block_columns = kWarp * kVecBytes / dy.bytes(1);
@@ -186,6 +179,35 @@ void check_operands(const char* op, const Tensor& x, const Tensor& weight) {
   require(x.scalar_type() != ScalarType::Double, op,
           ": x must be float32, float16 or bfloat16 on a GPU");
   require(weight.numel() > 0, op, ": weight must not be empty");
+}
+
+Tensor linear_fwd_op(std::optional<Tensor> x_values, std::optional<Tensor> x_transpose,
+                     std::optional<Tensor> x_scale, std::optional<Tensor> weight_values,
+                     std::optional<Tensor> weight_transpose, std::optional<Tensor> weight_scale,
+                     const std::optional<Tensor>& bias) {
+  const Operand x{x_values, x_transpose, x_scale};
+  const Operand weight{weight_values, weight_transpose, weight_scale};
+  return x.is_quantised() ? fp8_linear_fwd(x, weight, bias)
+                          : linear_fwd(*x.values, *weight.values, bias);
+}
+
+Tensor linear_bwd_op(std::optional<Tensor> dy_values, std::optional<Tensor> dy_transpose,
+                     std::optional<Tensor> dy_scale, std::optional<Tensor> x_values,
+                     std::optional<Tensor> x_transpose, std::optional<Tensor> x_scale,
+                     std::optional<Tensor> weight_values, std::optional<Tensor> weight_transpose,
+                     std::optional<Tensor> weight_scale, std::optional<Tensor> dweight,
+                     std::optional<Tensor> dbias, std::optional<Tensor> onto, bool accumulate,
+                     bool need_dx) {
+  const Operand dy{dy_values, dy_transpose, dy_scale}, x{x_values, x_transpose, x_scale};
+  const Operand weight{weight_values, weight_transpose, weight_scale};
+  return x.is_quantised() ? fp8_linear_bwd(dy, x, weight, dweight, onto, accumulate, need_dx)
+                          : linear_bwd(*dy.values, *x.values, *weight.values, dweight, dbias, onto,
+                                       accumulate, need_dx);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("linear_fwd", TORCH_BOX(&linear_fwd_op));
+  m.impl("linear_bwd", TORCH_BOX(&linear_bwd_op));
 }
 
 }  // namespace
@@ -266,36 +288,4 @@ Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
   return dx;
 }
 
-namespace {
-
-Tensor linear_fwd_op(std::optional<Tensor> x_values, std::optional<Tensor> x_transpose,
-                     std::optional<Tensor> x_scale, std::optional<Tensor> weight_values,
-                     std::optional<Tensor> weight_transpose, std::optional<Tensor> weight_scale,
-                     const std::optional<Tensor>& bias) {
-  const Operand x{x_values, x_transpose, x_scale};
-  const Operand weight{weight_values, weight_transpose, weight_scale};
-  return x.is_quantised() ? fp8_linear_fwd(x, weight, bias)
-                          : linear_fwd(*x.values, *weight.values, bias);
-}
-
-Tensor linear_bwd_op(std::optional<Tensor> dy_values, std::optional<Tensor> dy_transpose,
-                     std::optional<Tensor> dy_scale, std::optional<Tensor> x_values,
-                     std::optional<Tensor> x_transpose, std::optional<Tensor> x_scale,
-                     std::optional<Tensor> weight_values, std::optional<Tensor> weight_transpose,
-                     std::optional<Tensor> weight_scale, std::optional<Tensor> dweight,
-                     std::optional<Tensor> dbias, std::optional<Tensor> onto, bool accumulate,
-                     bool need_dx) {
-  const Operand dy{dy_values, dy_transpose, dy_scale}, x{x_values, x_transpose, x_scale};
-  const Operand weight{weight_values, weight_transpose, weight_scale};
-  return x.is_quantised() ? fp8_linear_bwd(dy, x, weight, dweight, onto, accumulate, need_dx)
-                          : linear_bwd(*dy.values, *x.values, *weight.values, dweight, dbias, onto,
-                                       accumulate, need_dx);
-}
-
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
-  m.impl("linear_fwd", TORCH_BOX(&linear_fwd_op));
-  m.impl("linear_bwd", TORCH_BOX(&linear_bwd_op));
-}
-
-}  // namespace
 }  // namespace lightseq

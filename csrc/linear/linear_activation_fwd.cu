@@ -31,9 +31,6 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/launch.cuh"
-#include "common/optional.h"
-#include "common/ptx/mbarrier.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/reduce.cuh"
 #include "linear/activation.cuh"
@@ -210,7 +207,7 @@ std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Ten
   const auto start = [&](auto zero, auto chosen, auto drops) {
     using T = decltype(zero);
     const Params<T> params{.product = *product,
-                           .bias = static_cast<const T*>(bias.const_data_ptr()),
+                           .bias = data_of<T>(bias),
                            .y = output_of<T>(y),
                            .slope = output_of<typename SlopeColumns<T>::Number>(slope),
                            .rows = rows,

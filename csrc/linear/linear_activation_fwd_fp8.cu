@@ -23,8 +23,6 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/launch.cuh"
-#include "common/optional.h"
 #include "common/ptx/wgmma.cuh"
 #include "linear/activation.cuh"
 #include "linear/fp8_tile_product.cuh"

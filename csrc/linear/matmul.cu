@@ -1,11 +1,12 @@
 // One matrix product, by the fastest of the algorithms that cuBLASLt proposes and of our own
-// kernels (tiles.cu).
+// kernels (few_rows.cu, tiles.cu).
 //
-// When a product occurs for the first time, the algorithms are timed in turns, and the fastest is
-// stored: in memory, and in a file for other processes (algorithm_table.h). If several
-// processes search the same product, all use the algorithm that the file has first. The fastest
-// algorithm depends on the number of tokens: at 3456 tokens, the best algorithm for 3333 tokens
-// took up to 1.7 times as long as the best for 3456. So each number of tokens has its own entry.
+// few_rows.cu is the fastest for products of few rows. When another product occurs for the first
+// time, the algorithms are timed in turns, and the fastest is stored: in memory, and in a file for
+// other processes (algorithm_table.h). If several processes search the same product, all use the
+// algorithm that the file has first. The fastest algorithm depends on the number of tokens: at 3456
+// tokens, the best algorithm for 3333 tokens took up to 1.7 times as long as the best for 3456. So
+// each number of tokens has its own entry.
 //
 // Only multiples of 64 tokens are timed, and below 64 tokens powers of two, as in decode steps.
 // Shapes that repeat have such numbers, because rows are rounded up to buckets; other numbers may
@@ -36,8 +37,8 @@
 #include "common/device.h"
 #include "linear/algorithm_table.h"
 #include "linear/cublaslt.h"
+#include "linear/forward.cuh"
 #include "linear/matmul.h"
-#include "linear/tiles.h"
 
 namespace lightseq {
 namespace {
@@ -359,6 +360,7 @@ bool is_capturing(cudaStream_t stream) {
 }  // namespace
 
 void multiply(const Product& p) {
+  if (p.a.rows <= kFewRows && p.is_forward_in_16_bits()) return multiply_few_rows(p);
   const int32_t device = p.out.owner.get_device();
   const cudaStream_t stream = current_stream(device);
   Multiplier& multiplier = Multiplier::of(device);

@@ -25,7 +25,6 @@
 #include "common/launch.cuh"
 #include "common/ptx/mma.cuh"
 #include "linear/forward.cuh"
-#include "linear/tiles.h"
 
 namespace lightseq {
 namespace {

@@ -35,8 +35,8 @@
 #include <type_traits>
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "optimizer/adam.cuh"
@@ -50,8 +50,6 @@ template <typename T>
 constexpr int64_t kNormWork = Vec<T>::kSize * kNormLoads * kNormThreads;  // elements per block
 constexpr int kStepThreads = 256;
 constexpr int kQuads = 2;  // groups of four elements in flight per thread
-
-// ---- kernels ----
 
 // All blocks write their sums to `partials` and wait for each other; the first block adds them.
 template <typename T>
@@ -146,8 +144,6 @@ __global__ void __launch_bounds__(kStepThreads)
   if (threadIdx.x == 0) end_step(params, counter);
 }
 
-// ---- launchers ----
-
 Tensor adam_norm(const Tensor& grad) {
   const char* const op = "adam_norm";
   check_aligned(op, "grad", grad, kVecBytes);
@@ -163,7 +159,7 @@ Tensor adam_norm(const Tensor& grad) {
         std::clamp<int64_t>(work, 1, resident_blocks(kernel, kNormThreads, device));
     Tensor scratch = allocate(grad, {blocks}, ScalarType::Double);
     launch({.op = op, .grid = dim3(blocks), .block = kNormThreads, .cooperative = true}, kernel,
-           static_cast<const T*>(grad.const_data_ptr()), count, scratch.mutable_data_ptr<double>(),
+           data_of<T>(grad), count, scratch.mutable_data_ptr<double>(),
            norm.mutable_data_ptr<float>());
   });
   return norm;
@@ -181,15 +177,23 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
   require(is_split || param.scalar_type() == ScalarType::Float, op,
           ": param must be float32 on a GPU");
   check_aligned(op, "param", param, is_split ? sizeof(Quad<int16_t>) : sizeof(Quad<float>));
-  const Params params = params_of(op, param, exp_avg, exp_avg_sq, step, lr, multiplier, norm,
-                                  max_norm, clip_eps, beta1, beta2, eps, weight_decay);
-  const int given = cast_tiles.has_value() + cast_scale.has_value() + cast_amax.has_value() +
-                    cast_saturated.has_value() + cast_values.has_value() +
-                    cast_transposes.has_value();
-  require(given == 0 || given == 6, op,
-          ": a cast needs tiles, scale, amax, saturated, values and transposes");
-  if (given > 0) {
-    require(is_split && param_low.has_value(), op, ": a cast needs an int16 param and a param_low");
+  check_aligned(op, "exp_avg", exp_avg, sizeof(Quad<float>));
+  check_aligned(op, "exp_avg_sq", exp_avg_sq, sizeof(Quad<float>));
+  const Params params{
+      .exp_avg = exp_avg.mutable_data_ptr<float>(),
+      .exp_avg_sq = exp_avg_sq.mutable_data_ptr<float>(),
+      .count = param.numel(),
+      .step = reinterpret_cast<unsigned long long*>(step.mutable_data_ptr<int64_t>()),
+      .lr = Floats(lr),
+      .multiplier = Floats(multiplier),
+      .norm = Floats(norm),
+      .max_norm = max_norm,
+      .clip_eps = clip_eps,
+      .beta1 = beta1,
+      .beta2 = beta2,
+      .eps = eps,
+      .weight_decay = weight_decay};
+  if (cast_tiles.has_value()) {
     return update_and_cast(
         op, params, param, grad, *param_low,
         {*cast_tiles, *cast_scale, *cast_amax, *cast_saturated, *cast_values, *cast_transposes});
@@ -205,7 +209,7 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
       using P = std::remove_pointer_t<decltype(kept)>;
       using L = std::remove_pointer_t<decltype(low)>;
       launch({.op = op, .grid = dim3(blocks), .block = kStepThreads}, adam_step_kernel<P, G, L>,
-             params, kept, static_cast<const G*>(grad.const_data_ptr()), low);
+             params, kept, data_of<G>(grad), low);
     };
     void* const low = param_low.has_value() ? param_low->mutable_data_ptr() : nullptr;
     if (low != nullptr) check_aligned(op, "param_low", *param_low, sizeof(Quad<__half>));

@@ -113,7 +113,7 @@ void update_scalars(Tensor state, Tensor rng, const Tensor& given, const Tensor&
   const DeviceGuard guard(state.get_device());
   launch({.op = "update_scalars", .grid = 1, .block = 1}, update_scalars_kernel,
          static_cast<State*>(state.mutable_data_ptr()), rng.mutable_data_ptr<int64_t>(),
-         static_cast<const Given*>(given.const_data_ptr()), Floats(norm), seed,
+         data_of<Given>(given), Floats(norm), seed,
          Scaling{.window = scale_window,
                  .tolerance = tolerance,
                  .threshold = threshold,

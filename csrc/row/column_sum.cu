@@ -223,7 +223,7 @@ class DeferredSums {
             cudaStream_t stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!flat_.has_value() || stream != stream_) return false;
-    const auto* const begin = static_cast<const char*>(flat_->const_data_ptr());
+    const auto* const begin = data_of<char>(flat_);
     const char* const end = begin + flat_->numel() * static_cast<int64_t>(flat_->element_size());
     bool again = false;
     bool is_inside = true;

@@ -28,7 +28,6 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/launch.cuh"
-#include "common/optional.h"
 #include "common/prefetch.cuh"
 #include "row/fp8_rows.cuh"
 #include "row/layer_norm.cuh"

@@ -26,7 +26,6 @@
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
 #include "common/launch.cuh"
-#include "common/optional.h"
 #include "row/fp8_rows.cuh"
 #include "row/layer_norm.cuh"
 
@@ -288,7 +287,6 @@ std::tuple<Tensor, Tensor, Tensor> dropout_residual_layer_norm_bwd(
     std::optional<Tensor> cast_amax, std::optional<Tensor> cast_saturated) {
   constexpr const char* op = "dropout_residual_layer_norm_bwd";
   const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
-  require(dy.has_value() || dsum.has_value(), op, ": one of dy and dsum must be given");
   check_optional_rows(op, "dy", dy);
   check_optional_rows(op, "dsum", dsum);
   if (dy.has_value()) {

@@ -25,7 +25,6 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/launch.cuh"
-#include "common/optional.h"
 #include "common/ptx/async_copy.cuh"
 #include "common/reduce.cuh"
 #include "row/embedding_sort.cuh"
@@ -295,7 +294,6 @@ void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<T
                    bool accumulate) {
   const char* const op = "embedding_bwd";
   check_rows(op, "dy", dy);
-  require(rng.is_contiguous(), op, ": rng must be contiguous");
   const auto check_table = [&](const char* name, const std::optional<Tensor>& table) {
     check_optional_rows(op, name, table);
     require(!table.has_value() || table->scalar_type() != ScalarType::Double, op, ": ", name,
@@ -306,7 +304,7 @@ void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<T
   const DeviceGuard guard(dy.get_device());
   dispatch_float(dy.scalar_type(), "embedding_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
-    const Gradients<T> gradients{.dy = static_cast<const T*>(dy.const_data_ptr()),
+    const Gradients<T> gradients{.dy = data_of<T>(dy),
                                  .dy_stride = dy.stride(0),
                                  .columns = dy.size(1),
                                  .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),

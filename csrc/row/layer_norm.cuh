@@ -18,7 +18,6 @@
 #include "common/columns.cuh"
 #include "common/device.h"
 #include "common/fp8_cast.cuh"
-#include "common/occupancy.h"
 #include "common/ptx/async_copy.cuh"
 #include "common/reduce.cuh"
 

@@ -28,8 +28,8 @@
 #include <tuple>
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
 #include "common/ptx/cluster.cuh"
 #include "search/beam_search.cuh"
 
@@ -46,8 +46,6 @@ constexpr int kListed = 1024;   // size of the list of keys
 // block has at least kPart tokens, and `count` is at most kMaxCount / 4.
 constexpr int kFewBlocks = 2;
 constexpr int kPart = 1024;
-
-// ---- kernel ----
 
 __device__ __forceinline__ Key key_of(float total, int token) {
   return static_cast<Key>(ordered(total)) << 32 | ~static_cast<uint32_t>(token);
@@ -274,21 +272,14 @@ __global__ void LIGHTSEQ_CLUSTER(kMaxCluster) __launch_bounds__(kThreads, 768 / 
   find_candidates<T, kThreads, 4, kMaxCluster>(logits, scores, rules, groups, output);
 }
 
-// ---- launcher ----
-
 std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& scores,
                                            const Tensor& progress, int64_t count, int64_t pad,
                                            int64_t eos, int64_t unk, int64_t min_len,
                                            double unk_penalty, double temperature) {
   constexpr const char* kOp = "beam_candidates";
   const int64_t rows = logits.size(0), classes = logits.size(1);
-  const Rules rules = rules_of(kOp, logits, scores, progress,
-                               {.pad = pad,
-                                .eos = eos,
-                                .unk = unk,
-                                .min_len = min_len,
-                                .unk_penalty = unk_penalty,
-                                .temperature = temperature});
+  const Rules rules =
+      rules_of(kOp, logits, scores, progress, pad, eos, unk, min_len, unk_penalty, temperature);
   require(count >= 1 && count < classes && count <= kMaxCount, kOp, ": count must be 1 to ",
           kMaxCount, " and below V on a GPU, got ", count);
   const int32_t device = logits.get_device();
@@ -304,7 +295,7 @@ std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& s
               .block = static_cast<unsigned>(threads),
               .dependent = true},
              kernel,
-             Logits<T>{.data = static_cast<const T*>(logits.const_data_ptr()),
+             Logits<T>{.data = data_of<T>(logits),
                        .stride = logits.stride(0),
                        .classes = static_cast<int>(classes)},
              scores.const_data_ptr<float>(), rules,
