@@ -32,15 +32,13 @@ std::tuple<Tensor, Tensor> fp8_quantise(const Tensor& x, const Tensor& scale, Te
   const Gradients gradients{{gradient_of(kOp, "sums", sums)}};
   const Tensor partials =
       allocate(x, {sums ? cast.tiles_down() : 0, 1, cast.columns}, ScalarType::Float);
-  if (sums) cast.partials = partials.mutable_data_ptr<float>();
+  cast.partials = output_of<float>(partials);
   dispatch_float(x.scalar_type(), "fp8_quantise: x", [&](auto zero) {
     using T = decltype(zero);
-    const Given<T> source{.x = data_of<T>(x), .stride = x.stride(0)};
-    if (sums) {
-      launch_cast(kOp, Given<T, true>{.x = source.x, .stride = source.stride}, cast);
-    } else {
+    dispatch_value<false, true>(sums.has_value(), [&](auto has_sums) {
+      const Given<T, has_sums.value> source{.x = data_of<T>(x), .stride = x.stride(0)};
       launch_cast(kOp, source, cast);
-    }
+    });
   });
   if (sums) add_partials(partials, gradients, accumulate);
   return {results.values, results.transpose};

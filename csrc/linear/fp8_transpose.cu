@@ -66,7 +66,7 @@ Tensor fp8_transpose(const Tensor& x, const Tensor& scale, std::optional<Tensor>
     const Gradients gradients{{gradient_of(kOp, "sums", sums)}};
     const Tensor partials =
         allocate(x, {sums ? cast.tiles_down() : 0, 1, columns}, ScalarType::Float);
-    if (sums) cast.partials = partials.mutable_data_ptr<float>();
+    cast.partials = output_of<float>(partials);
     const Values source{.values = data_of<uint8_t>(x), .stride = x.stride(0)};
     launch_cast<CastOf::kTranspose>(kOp, source, cast);
     if (sums) add_partials(partials, gradients, accumulate);

@@ -215,13 +215,10 @@ std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Ten
                            .dropout = dropout};
     launch_tiles<Tiles>(kOp, linear_activation_fwd_kernel<T, chosen.value, drops.value>, params);
   };
-  dispatch_activation(activation, [&](auto chosen) {
-    if constexpr (has_slope(chosen.value)) {
-      dispatch_16_bits(x.scalar_type(), [&](auto zero) {
-        dropout.drops() ? start(zero, chosen, std::true_type{})
-                        : start(zero, chosen, std::false_type{});
-      });
-    }
+  dispatch_value<Activation::kGelu, Activation::kGeluAccurate>(activation, [&](auto chosen) {
+    dispatch_16_bits(x.scalar_type(), [&](auto zero) {
+      dispatch_value<false, true>(dropout.drops(), [&](auto drops) { start(zero, chosen, drops); });
+    });
   });
   return Results(y, slope);
 }

@@ -196,13 +196,10 @@ std::tuple<Tensor, Tensor, Tensor> fp8_linear_activation_fwd(
   const auto start = [&](auto chosen, auto drops) {
     launch_tiles<Tiles>(kOp, fp8_linear_activation_fwd_kernel<chosen.value, drops.value>, params);
   };
-  dispatch_activation(which, [&](auto chosen) {
-    if constexpr (chosen.value == Activation::kIdentity) {
-      require(false, kOp, ": the activation must not be the identity");
-    } else {
-      dropout.drops() ? start(chosen, std::true_type{}) : start(chosen, std::false_type{});
-    }
-  });
+  dispatch_value<Activation::kRelu, Activation::kGelu, Activation::kGeluAccurate>(
+      which, [&](auto chosen) {
+        dispatch_value<false, true>(dropout.drops(), [&](auto drops) { start(chosen, drops); });
+      });
   return all;
 }
 
