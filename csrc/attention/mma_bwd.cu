@@ -326,9 +326,9 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
                 gradient[e] = probability[e] * (d - (e ? rowsum.y : rowsum.x));
               }
               uint32_t& of_p = probabilities[m][n / 2][n % 2 * 2 + half];
-              of_p = pack<T>(probability[0], probability[1]);
+              of_p = pack_pair<T>(probability[0], probability[1]);
               if constexpr (kDrops) of_p &= mask_of_bits(keep[0], keep[1], 2 * m + half);
-              dscores[m][n / 2][n % 2 * 2 + half] = pack<T>(gradient[0], gradient[1]);
+              dscores[m][n / 2][n % 2 * 2 + half] = pack_pair<T>(gradient[0], gradient[1]);
             }
           }
         }

@@ -293,7 +293,7 @@ __global__ __launch_bounds__(kMmaThreads, 2) void attention_mma_fwd_kernel(
               x[j] = exp2_approximate(fmaf(s[m][e + j], scale, offset[half]));
               sum[half] += x[j];
             }
-            left[m][i] = pack<T>(x[0], x[1]);
+            left[m][i] = pack_pair<T>(x[0], x[1]);
             if constexpr (kDrops) {
               const int unit = half * kWords + n / 4, bit = unit % 4 * 2;
               const uint32_t word = keep[unit / 4];

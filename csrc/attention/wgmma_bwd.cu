@@ -438,7 +438,7 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
           uint32_t pt[16];
 #pragma unroll
           for (int i = 0; i < 16; ++i) {  // a pair of queries of a key
-            pt[i] = pack<T>(s[2 * i], s[2 * i + 1]);
+            pt[i] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
             if constexpr (kDrops) {
               pt[i] &= mask_of_bits(even[i % 2][i / 8], odd[i % 2][i / 8], i / 2 % 4);
             }
@@ -464,7 +464,7 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
               second = __uint_as_float(__float_as_uint(second) & mask[1]);
             }
             const float2 d = *reinterpret_cast<const float2*>(rowsum + i / 2 * 8);
-            dst[i] = pack<T>(s[2 * i] * (first - d.x), s[2 * i + 1] * (second - d.y));
+            dst[i] = pack_pair<T>(s[2 * i] * (first - d.x), s[2 * i + 1] * (second - d.y));
           }
 #pragma unroll
           for (int k = 0; k < 4; ++k) {  // 16 queries

@@ -215,7 +215,7 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
     const auto round = [&] {
 #pragma unroll
       for (int i = 0; i < kTile / 4; ++i) {  // a pair of columns of a row
-        probabilities[i] = pack<T>(s[2 * i], s[2 * i + 1]);
+        probabilities[i] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
         if constexpr (kDrops) {
           const uint32_t word = keep[i % 2];
           const int first = i / 8 * 2;

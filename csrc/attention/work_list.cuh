@@ -13,7 +13,7 @@
 
 #include "attention/method.h"
 #include "attention/tiles.cuh"
-#include "common/occupancy.h"
+#include "common/device.h"
 
 namespace lightseq::attention {
 
@@ -106,10 +106,10 @@ __device__ __forceinline__ void store_sums(T* to, int64_t row_stride, int rows, 
   const int c = threadIdx.x % 4, first = c % 2 * 8 + c / 2 * 4;
 #pragma unroll
   for (int i = 0; i < kCount / 4; i += 2) {
-    const uint32_t w0 = pack<T>(sums[4 * i] * low, sums[4 * i + 1] * low);
-    const uint32_t w1 = pack<T>(sums[4 * i + 2] * high, sums[4 * i + 3] * high);
-    const uint32_t w2 = pack<T>(sums[4 * i + 4] * low, sums[4 * i + 5] * low);
-    const uint32_t w3 = pack<T>(sums[4 * i + 6] * high, sums[4 * i + 7] * high);
+    const uint32_t w0 = pack_pair<T>(sums[4 * i] * low, sums[4 * i + 1] * low);
+    const uint32_t w1 = pack_pair<T>(sums[4 * i + 2] * high, sums[4 * i + 3] * high);
+    const uint32_t w2 = pack_pair<T>(sums[4 * i + 4] * low, sums[4 * i + 5] * low);
+    const uint32_t w3 = pack_pair<T>(sums[4 * i + 6] * high, sums[4 * i + 7] * high);
     const uint32_t other0 = __shfl_xor_sync(kAllLanes, c % 2 ? w0 : w2, 1);
     const uint32_t other1 = __shfl_xor_sync(kAllLanes, c % 2 ? w1 : w3, 1);
     const uint2 above = c % 2 ? uint2{other0, w2} : uint2{w0, other0};

@@ -2,8 +2,6 @@
 // kernel by element type and head width.
 #pragma once
 
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -13,8 +11,6 @@
 #include "common/vec.cuh"
 
 namespace lightseq::attention {
-
-using torch::headeronly::ScalarType;
 
 // Exponentials and logarithms. For 16-bit types to base 2: one instruction, and the factor log2(e)
 // becomes part of `scale`. For float32 to base e, since the rounding of that factor would matter.

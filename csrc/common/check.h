@@ -1,10 +1,12 @@
-// Common code of all launchers: layout checks, allocation, and torch's current stream. Shapes and
-// dtypes that the Python functions have checked are not checked again.
+// Common code of all launchers: torch's stable interface, layout checks, allocation, and torch's
+// current stream. Shapes and dtypes that the Python functions have checked are not checked again.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -16,6 +18,10 @@
 #include <stdexcept>
 
 namespace lightseq {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
 
 // Raises RuntimeError in Python if !holds. The message consists of the parts only; torch's own
 // macro would put the name of this file in front.
@@ -71,9 +77,8 @@ inline cudaError_t lasting_error(int32_t device) {
 //
 // torch's C interface does not say why the allocator failed, so determine the reason here. fairseq
 // skips the batch if the message contains "out of memory".
-inline torch::stable::Tensor allocate(
-    const torch::stable::Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
-    std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
+inline Tensor allocate(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                       std::optional<ScalarType> type = std::nullopt) {
   double elements = 1.0;
   for (const int64_t size : sizes) {
     require(size >= 0, "lightseq: a tensor cannot have a dimension of ", size);
@@ -115,7 +120,7 @@ inline cudaStream_t current_stream(int32_t device) {
 // Kernels read rows 16 bytes at a time and generate dropout bits for 8 columns at a time. So the
 // last dimension of x must be contiguous and a multiple of 8, and each row must start on a 16-byte
 // boundary.
-inline void check_rows(const char* op, const char* name, const torch::stable::Tensor& x) {
+inline void check_rows(const char* op, const char* name, const Tensor& x) {
   if (x.numel() == 0) return;
   const int64_t last = x.dim() - 1;
   require(x.size(last) % 8 == 0, op, ": ", name, " has rows of ", x.size(last),
@@ -129,10 +134,32 @@ inline void check_rows(const char* op, const char* name, const torch::stable::Te
           " must be contiguous in its last dimension, with rows on 16-byte boundaries");
 }
 
-inline void check_aligned(const char* op, const char* name, const torch::stable::Tensor& x,
-                          int64_t bytes) {
+inline void check_aligned(const char* op, const char* name, const Tensor& x, int64_t bytes) {
   require(reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0, op, ": ", name,
           " must be aligned to ", bytes, " bytes");
+}
+
+// Optional tensors of an op: pointers, strides and checks, with a substitute if there is none.
+
+template <typename T>
+const T* data_of(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
+}
+
+// Pointer to an output; null if the output is empty, which means that it does not exist.
+template <typename T>
+T* output_of(const Tensor& tensor) {
+  return tensor.numel() > 0 ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
+}
+
+// Row stride in elements; 0 if the tensor is missing.
+inline int64_t stride_of(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? tensor->stride(0) : 0;
+}
+
+inline void check_optional_rows(const char* op, const char* name,
+                                const std::optional<Tensor>& tensor) {
+  if (tensor.has_value()) check_rows(op, name, *tensor);
 }
 
 // Number of blocks, if there are `work` units of work and each block does `per_block` of them.

@@ -8,8 +8,6 @@
 #pragma once
 
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 #include <optional>
@@ -23,9 +21,9 @@ constexpr int kMaxSums = 3;
 // Output of a sum: a contiguous tensor of any float type, or none (data is null).
 struct Gradient {
   void* data = nullptr;
-  torch::headeronly::ScalarType type = torch::headeronly::ScalarType::Float;
+  ScalarType type = ScalarType::Float;
   // The parameter, if a NaN in it shall become NaN in its gradient; otherwise null.
-  torch::headeronly::ScalarType parameter_type = torch::headeronly::ScalarType::Float;
+  ScalarType parameter_type = ScalarType::Float;
   const void* parameter = nullptr;
 };
 
@@ -33,9 +31,8 @@ struct Gradients {
   Gradient of[kMaxSums];
 };
 
-inline Gradient gradient_of(const char* op, const char* name,
-                            const std::optional<torch::stable::Tensor>& tensor,
-                            const std::optional<torch::stable::Tensor>& parameter = std::nullopt) {
+inline Gradient gradient_of(const char* op, const char* name, const std::optional<Tensor>& tensor,
+                            const std::optional<Tensor>& parameter = std::nullopt) {
   if (!tensor.has_value()) return {};
   require(tensor->is_contiguous(), op, ": ", name, " must be contiguous");
   Gradient gradient{tensor->mutable_data_ptr(), tensor->scalar_type()};
@@ -49,7 +46,6 @@ inline Gradient gradient_of(const char* op, const char* name,
 
 // partials: float [blocks, sums, columns]. Reduces them (row/column_sum.cu) at once or, if all
 // gradients are in the buffer of defer_column_sums(), at the latest in flush_column_sums().
-void add_partials(const torch::stable::Tensor& partials, const Gradients& gradients,
-                  bool accumulate, cudaStream_t stream);
+void add_partials(const Tensor& partials, const Gradients& gradients, bool accumulate);
 
 }  // namespace lightseq

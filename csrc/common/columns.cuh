@@ -8,31 +8,6 @@
 
 namespace lightseq {
 
-// The two numbers of a word in memory; the first is in the low half.
-template <typename T>
-__device__ __forceinline__ float2 unpack_pair(uint32_t word);
-template <>
-__device__ __forceinline__ float2 unpack_pair<__half>(uint32_t word) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&word));
-}
-template <>
-__device__ __forceinline__ float2 unpack_pair<__nv_bfloat16>(uint32_t word) {
-  return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack_pair(float first, float second);
-template <>
-__device__ __forceinline__ uint32_t pack_pair<__half>(float first, float second) {
-  const __half2 pair = __floats2half2_rn(first, second);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-template <>
-__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float first, float second) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 // Packed as in memory: eight 16-bit numbers of a load in flight occupy four registers, not eight.
 template <typename T>
 struct Columns {

@@ -19,8 +19,6 @@
 #pragma once
 
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 #include <optional>
@@ -29,7 +27,6 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/launch.cuh"
-#include "common/optional.h"
 #include "common/reduce.cuh"
 
 namespace lightseq {
@@ -433,15 +430,12 @@ struct Given {
   }
 };
 
-inline void check_cast(const char* op, const char* name, const torch::stable::Tensor& x) {
+inline void check_cast(const char* op, const char* name, const Tensor& x) {
   require_fp8(op, x.get_device());
-  require(x.dim() == 2, op, ": ", name, " must have two dimensions");
   check_rows(op, name, x);
-  require(x.size(1) % kFp8Alignment == 0, op, ": fp8 needs rows of a multiple of ", kFp8Alignment,
-          " numbers, got ", x.size(1));
 }
 
-constexpr auto kE4m3 = torch::headeronly::ScalarType::Float8_e4m3fn;
+constexpr auto kE4m3 = ScalarType::Float8_e4m3fn;
 
 inline int64_t cast_pitch(int64_t rows) { return blocks_for(rows, kFp8Alignment) * kFp8Alignment; }
 
@@ -455,13 +449,10 @@ struct CastScalars {
 };
 
 // Those of an op's argument: `Cast | None` (ops/arguments.py).
-inline CastScalars cast_scalars(const char* op, const std::optional<torch::stable::Tensor>& scale,
-                                const std::optional<torch::stable::Tensor>& amax,
-                                const std::optional<torch::stable::Tensor>& saturated) {
-  const bool is_given = scale.has_value();
-  require(amax.has_value() == is_given && saturated.has_value() == is_given, op,
-          ": a cast needs scale, amax and saturated");
-  if (!is_given) return {};
+inline CastScalars cast_scalars(const char* op, const std::optional<Tensor>& scale,
+                                const std::optional<Tensor>& amax,
+                                const std::optional<Tensor>& saturated) {
+  if (!scale.has_value()) return {};
   require_fp8(op, scale->get_device());
   return {.scale = scale->const_data_ptr<float>(),
           .amax = static_cast<int*>(amax->mutable_data_ptr()),
@@ -470,12 +461,12 @@ inline CastScalars cast_scalars(const char* op, const std::optional<torch::stabl
 
 // A cast of a matrix [T, C]: values [T, C] and transpose [C, P]. What is not wanted is empty.
 struct CastResults {
-  torch::stable::Tensor values, transpose;
+  Tensor values, transpose;
   Cast cast;  // without scalars, all pointers are null
 };
 
 // On the device of `like`.
-inline CastResults allocate_cast(const torch::stable::Tensor& like, int64_t rows, int64_t columns,
+inline CastResults allocate_cast(const Tensor& like, int64_t rows, int64_t columns,
                                  const CastScalars& scalars, CastOf of = CastOf::kBoth) {
   const int64_t pitch = cast_pitch(rows);
   const auto allocate_if = [&](bool is_wanted, int64_t first, int64_t second) {
@@ -513,11 +504,11 @@ void dispatch_cast(const Cast& cast, Function&& function) {
 }
 
 template <CastOf kOf = CastOf::kBoth, typename Source>
-void launch_cast(const char* op, const Source& source, const Cast& cast, cudaStream_t stream) {
+void launch_cast(const char* op, const Source& source, const Cast& cast) {
   if (cast.rows == 0 || cast.columns == 0) return;
   const int64_t blocks = cast.tiles_down() * cast.tiles_across;
-  launch({.op = op, .grid = static_cast<unsigned>(blocks), .block = kCastThreads, .stream = stream},
-         cast_kernel<kOf, Source>, source, cast);
+  launch({.op = op, .grid = dim3(blocks), .block = kCastThreads}, cast_kernel<kOf, Source>, source,
+         cast);
 }
 
 }  // namespace lightseq

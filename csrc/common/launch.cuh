@@ -24,6 +24,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "common/check.h"
 #include "common/device.h"
@@ -83,8 +84,8 @@ struct Launch {
   const char* op;  // for messages
   dim3 grid, block;
   size_t shared = 0;  // bytes of dynamic shared memory, up to the GPU's maximum
-  cudaStream_t stream;
-  bool dependent = false;    // programmatic dependent launch, see above
+  std::optional<cudaStream_t> stream = std::nullopt;  // none: torch's current stream
+  bool dependent = false;                             // programmatic dependent launch, see above
   bool cooperative = false;  // blocks wait for each other, so all must be resident
 };
 
@@ -104,7 +105,7 @@ void launch(const Launch& how, void (*kernel)(Parameters...), const Arguments&..
   config.gridDim = how.grid;
   config.blockDim = how.block;
   config.dynamicSmemBytes = how.shared;
-  config.stream = how.stream;
+  config.stream = how.stream ? *how.stream : current_stream(device);
   config.attrs = &attribute;
   if (how.cooperative) {
     attribute.id = cudaLaunchAttributeCooperative;
@@ -118,7 +119,7 @@ void launch(const Launch& how, void (*kernel)(Parameters...), const Arguments&..
   cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   const cudaError_t error = cudaGetLastError();
   require(error == cudaSuccess, "lightseq: ", how.op, ": ", cudaGetErrorString(error));
-  if (how.dependent) last_dependent_node() = LastNode(how.stream);
+  if (how.dependent) last_dependent_node() = LastNode(config.stream);
 }
 
 }  // namespace lightseq

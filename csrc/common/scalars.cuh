@@ -15,14 +15,13 @@ namespace lightseq {
 struct Floats {
   const void* data;
   int64_t stride;
-  torch::headeronly::ScalarType type;
+  ScalarType type;
 
-  explicit Floats(const torch::stable::Tensor& x)
+  explicit Floats(const Tensor& x)
       : data(x.const_data_ptr()), stride(x.dim() == 0 ? 0 : x.stride(0)), type(x.scalar_type()) {}
 
   template <typename Result>
   __device__ __forceinline__ Result at(int64_t i) const {
-    using torch::headeronly::ScalarType;
     const int64_t place = i * stride;
     switch (type) {
       case ScalarType::Double:
@@ -43,10 +42,10 @@ struct Indices {
   int64_t stride;
   bool wide;
 
-  explicit Indices(const torch::stable::Tensor& x)
+  explicit Indices(const Tensor& x)
       : data(x.const_data_ptr()),
         stride(x.dim() == 0 ? 0 : x.stride(0)),
-        wide(x.scalar_type() == torch::headeronly::ScalarType::Long) {}
+        wide(x.scalar_type() == ScalarType::Long) {}
 
   __device__ __forceinline__ int64_t at(int64_t i) const {
     return wide ? static_cast<const int64_t*>(data)[i * stride]

@@ -4,14 +4,16 @@
 //   Vec<T>          16 bytes of T: 8 halves or 4 floats
 //   load, store     one 16-byte access; the address must be a multiple of 16 bytes
 //   load_cg         a load that bypasses L1, for data that no kernel reads again soon
+//   pack_pair, unpack_pair   two 16-bit numbers in a register
 //   dispatch_float  calls a generic lambda with the tensor's element type
+//   dispatch_value  calls a generic lambda with a value that is a template argument
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/check.h"
 
@@ -60,10 +62,34 @@ __device__ __forceinline__ Vec<T> load_cg(const T* address) {
   return *reinterpret_cast<const Vec<T>*>(&bits);
 }
 
+// The two numbers of a word in memory; the first is in the low half.
+template <typename T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t word);
+template <>
+__device__ __forceinline__ float2 unpack_pair<__half>(uint32_t word) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&word));
+}
+template <>
+__device__ __forceinline__ float2 unpack_pair<__nv_bfloat16>(uint32_t word) {
+  return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float first, float second);
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__half>(float first, float second) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float first, float second) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 // dispatch_float(type, "op: x", [&](auto zero) { using T = decltype(zero); ... })
 template <typename Function>
-void dispatch_float(torch::headeronly::ScalarType type, const char* what, Function&& function) {
-  using torch::headeronly::ScalarType;
+void dispatch_float(ScalarType type, const char* what, Function&& function) {
   switch (type) {
     case ScalarType::Float:
       return function(float{});
@@ -74,6 +100,22 @@ void dispatch_float(torch::headeronly::ScalarType type, const char* what, Functi
     default:
       require(false, what, " must be float32, float16 or bfloat16 on a GPU");
   }
+}
+
+// dispatch_value<1, 2>(value, [&](auto constant) { ... constant.value ... }); an error if `value`
+// is none of these.
+template <auto... kValues, typename Value, typename Function>
+void dispatch_value(Value value, Function&& function) {
+  const bool is_known = ((value == kValues &&
+                          (function(std::integral_constant<decltype(kValues), kValues>{}), true)) ||
+                         ...);
+  require(is_known, "lightseq: there is no kernel for these arguments");
+}
+
+// As dispatch_float for a type that is known to have 16 bits.
+template <typename Function>
+void dispatch_16_bits(ScalarType type, Function&& function) {
+  type == ScalarType::Half ? function(__half{}) : function(__nv_bfloat16{});
 }
 
 }  // namespace lightseq

@@ -19,8 +19,8 @@
 
 #include "common/attention.cuh"
 #include "common/columns.cuh"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
 #include "common/reduce.cuh"
 
 namespace lightseq::decode_attention {

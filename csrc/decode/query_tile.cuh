@@ -179,8 +179,8 @@ struct QueryTile {
       p[e] = Base<T>::exp(p[e] - state.top[e % 2]);
       state.sum[e % 2] += p[e];
     }
-    const uint32_t low = movmatrix_trans(pack<T>(p[0], p[1])),
-                   high = movmatrix_trans(pack<T>(p[2], p[3]));
+    const uint32_t low = movmatrix_trans(pack_pair<T>(p[0], p[1])),
+                   high = movmatrix_trans(pack_pair<T>(p[2], p[3]));
 
     // The 8x8 matrices of the transposed operand are in another order.
     slots = __shfl_sync(kAllLanes, load.slots, lane / 16 * 8 + lane % 8);
@@ -214,7 +214,7 @@ struct QueryTile {
 #pragma unroll
     for (int i = 0; i < kWidth / kSize; ++i) {
       const uint32_t pair =
-          movmatrix_trans(pack<T>(state.o[0][i] * factor[0], state.o[1][i] * factor[1]));
+          movmatrix_trans(pack_pair<T>(state.o[0][i] * factor[0], state.o[1][i] * factor[1]));
       *reinterpret_cast<uint32_t*>(ring.chunk(Rows::kStaging + g, 0, i) + 2 * t) = pair;
     }
     __syncwarp();

@@ -155,6 +155,13 @@ __host__ __device__ constexpr bool has_slope(Activation activation) {
   return activation == Activation::kGelu || activation == Activation::kGeluAccurate;
 }
 
+// Calls function(constant) for all activations.
+template <typename Function>
+void dispatch_activation(Activation activation, Function&& function) {
+  dispatch_value<Activation::kIdentity, Activation::kRelu, Activation::kGelu,
+                 Activation::kGeluAccurate>(activation, function);
+}
+
 inline Activation activation_of(const char* op, const std::string& name) {
   if (name == "identity") return Activation::kIdentity;
   if (name == "relu") return Activation::kRelu;
@@ -162,24 +169,6 @@ inline Activation activation_of(const char* op, const std::string& name) {
   require(name == "gelu_accurate", op, ": activation must be identity, relu, gelu or gelu_accurate",
           ", got ", name);
   return Activation::kGeluAccurate;
-}
-
-template <Activation kActivation>
-using ActivationConstant = std::integral_constant<Activation, kActivation>;
-
-// Calls function(ActivationConstant<...>).
-template <typename Function>
-void dispatch_activation(Activation activation, Function&& function) {
-  switch (activation) {
-    case Activation::kIdentity:
-      return function(ActivationConstant<Activation::kIdentity>{});
-    case Activation::kRelu:
-      return function(ActivationConstant<Activation::kRelu>{});
-    case Activation::kGelu:
-      return function(ActivationConstant<Activation::kGelu>{});
-    case Activation::kGeluAccurate:
-      return function(ActivationConstant<Activation::kGeluAccurate>{});
-  }
 }
 
 }  // namespace lightseq

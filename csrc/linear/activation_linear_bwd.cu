@@ -26,10 +26,6 @@
 // while the consumers still multiply. dz then replaces it in shared memory. While the consumers
 // work on the next tile, TMA stores dz from there, and two more warps compute its column sums.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -39,8 +35,6 @@
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/launch.cuh"
-#include "common/optional.h"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/reduce.cuh"
@@ -52,9 +46,6 @@
 namespace lightseq {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr const char* kOp = "activation_linear_bwd";
 
 struct Params {
@@ -65,15 +56,21 @@ struct Params {
   int columns;
 };
 
+constexpr int kSumWarps = 2;  // for the column sums
+
 struct Tiles {
   Tile slope;  // or x; then dz. Bytes are in its second half
   TileStages stages;
   Mbarrier slope_full, dz_full, dz_summed;
+
+  __device__ __forceinline__ void init() {
+    slope_full.init(1);
+    dz_full.init(kConsumerWarps * kWarp);
+    dz_summed.init(kSumWarps * kWarp);
+  }
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
-
-constexpr int kSumWarps = 2;  // for the column sums
 
 // Whether T's slopes are bytes. Then two of a tile's boxes have them, with kSwizzleBytes columns
 // each.
@@ -218,28 +215,13 @@ template <typename T, bool kSlope>
 __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
     activation_linear_bwd_kernel(const __grid_constant__ Params p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
-  extern __shared__ __align__(1024) unsigned char shared[];
-  Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
-  if (threadIdx.x == 0) {
-    tiles.stages.init();
-    tiles.slope_full.init(1);
-    tiles.dz_full.init(kConsumerWarps * kWarp);
-    tiles.dz_summed.init(kSumWarps * kWarp);
-    fence_mbarrier_init();
-  }
-  cluster_sync();
-  griddepcontrol_wait();
-  if (threadIdx.x >= kWarpgroup) {
-    setmaxnreg_inc<kConsumerRegisters>();
-    consume<T, kSlope>(p, tiles, threadIdx.x - kWarpgroup);
-  } else {
-    setmaxnreg_dec<kProducerRegisters>();
+  const auto load_and_store = [&](Tiles& tiles) {
     if (threadIdx.x == 0) load_operands<false>(p.product, tiles.stages);
     if (threadIdx.x == kWarp) load_slope_store_dz<kBytes<T, kSlope>>(p, tiles);
     if (threadIdx.x >= 2 * kWarp) add_up<T>(p, tiles, threadIdx.x - 2 * kWarp);
-    __syncwarp();
-  }
-  cluster_sync();  // the other block may still arrive at this block's barriers
+  };
+  run_warpgroups<Tiles>([&](Tiles& tiles, int thread) { consume<T, kSlope>(p, tiles, thread); },
+                        load_and_store);
 #else
   asm volatile("trap;");
 #endif
@@ -248,8 +230,7 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
 // Computes dz in one kernel. Returns nothing if the product cannot be computed by tiles.
 std::optional<Tensor> dz_of_tiles(const Matrix& dy, const Matrix& weight, const Matrix& x,
                                   const std::optional<Matrix>& slope, float scale,
-                                  const Gradient& dbias, bool accumulate, int32_t device,
-                                  cudaStream_t stream) {
+                                  const Gradient& dbias, bool accumulate, int32_t device) {
   const Matrix& given = slope.has_value() ? *slope : x;
   const std::optional<TileProduct> product = tile_product(dy, weight, false, device);
   if (!product.has_value() || !fits_tma(given)) return std::nullopt;
@@ -262,22 +243,14 @@ std::optional<Tensor> dz_of_tiles(const Matrix& dy, const Matrix& weight, const 
                       .scale = scale,
                       .partials = output_of<float>(partials),
                       .columns = static_cast<int>(x.columns)};
-  const auto start = [&](auto kernel) {
-    launch({.op = kOp,
-            .grid = product->blocks,
-            .block = kThreads,
-            .shared = sizeof(Tiles),
-            .stream = stream,
-            .dependent = true},
-           kernel, params);
-  };
-  const auto start_for = [&](auto zero) {
+  dispatch_16_bits(x.type, [&](auto zero) {
     using T = decltype(zero);
-    slope.has_value() ? start(activation_linear_bwd_kernel<T, true>)
-                      : start(activation_linear_bwd_kernel<T, false>);
-  };
-  x.type == ScalarType::Half ? start_for(__half{}) : start_for(__nv_bfloat16{});
-  if (dbias.data != nullptr) add_partials(partials, {{dbias}}, accumulate, stream);
+    launch_tiles<Tiles>(kOp,
+                        slope.has_value() ? activation_linear_bwd_kernel<T, true>
+                                          : activation_linear_bwd_kernel<T, false>,
+                        params);
+  });
+  if (dbias.data != nullptr) add_partials(partials, {{dbias}}, accumulate);
   return dz;
 }
 
@@ -294,26 +267,21 @@ std::tuple<Tensor, Tensor> activation_linear_bwd(
     std::optional<Tensor> bias, std::optional<Tensor> cast_scale, std::optional<Tensor> cast_amax,
     std::optional<Tensor> cast_saturated) {
   const float scale = static_cast<float>(1.0 / (1.0 - p));
-  const Operand of_dy = operand_of(kOp, "dy", dy_values, dy_transpose, dy_scale);
-  const Operand of_x = operand_of(kOp, "x", x_values, x_transpose, x_scale);
-  const Operand of_weight =
-      operand_of(kOp, "weight", weight_values, weight_transpose, weight_scale);
-  const CastScalars scalars = cast_scalars(kOp, cast_scale, cast_amax, cast_saturated);
-  require(scalars.are_given() == of_x.is_quantised(), kOp,
-          ": operands must be quantised if the result is cast, and only then");
-  if (are_quantised(kOp, of_dy, of_x, of_weight)) {
+  const Operand of_dy{dy_values, dy_transpose, dy_scale}, of_x{x_values, x_transpose, x_scale};
+  if (of_x.is_quantised()) {
+    const Operand of_weight{weight_values, weight_transpose, weight_scale};
     fp8_linear_bwd(of_dy, of_x, of_weight, dweight, std::nullopt, accumulate, false);
     return fp8_activation_linear_bwd(of_dy, of_x, of_weight, slope, scale, dbias, accumulate,
-                                     scalars);
+                                     cast_scalars(kOp, cast_scale, cast_amax, cast_saturated));
   }
-  const Tensor &dy = *of_dy.values, &x = *of_x.values, &weight = *of_weight.values;
+  const Tensor &dy = *dy_values, &x = *x_values, &weight = *weight_values;
   const int32_t device = x.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   const Gradient of_bias = gradient_of(kOp, "dbias", dbias, bias);
   std::optional<Matrix> given;
   if (slope.has_value()) given = Matrix(*slope);
-  const std::optional<Tensor> dz = dz_of_tiles(Matrix(dy), Matrix(weight), Matrix(x), given, scale,
-                                               of_bias, accumulate, device, current_stream(device));
+  const std::optional<Tensor> dz =
+      dz_of_tiles(Matrix(dy), Matrix(weight), Matrix(x), given, scale, of_bias, accumulate, device);
   const Tensor dx =
       linear_bwd(dy, x, weight, dweight, std::nullopt, std::nullopt, accumulate, !dz.has_value());
   return {dz.has_value() ? *dz : activation_bwd(kOp, dx, x, slope, scale, dbias, bias, accumulate),

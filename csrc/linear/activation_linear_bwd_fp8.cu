@@ -17,9 +17,6 @@
 // each byte that of the same number; that warp stores both, and adds up the column sums of the
 // consumers. Otherwise the product writes dy W, rounded to bfloat16, and a second kernel reads it.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -27,7 +24,6 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/launch.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "linear/fp8_tile_product.cuh"
@@ -36,9 +32,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr const char* kOp = "activation_linear_bwd";
 
@@ -56,6 +49,11 @@ struct Tiles {
   TileStages stages;
   float sums[kConsumerWarps][kTileColumns];  // column sums of the warps' rows
   Mbarrier given, full;  // given: also that results and sums of the tile before have been read
+
+  __device__ __forceinline__ void init() {
+    given.init(kWarp);
+    full.init(kConsumerWarps * kWarp);
+  }
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
@@ -174,26 +172,11 @@ template <bool kSlope>
 __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
     fp8_activation_linear_bwd_kernel(const __grid_constant__ Params p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
-  extern __shared__ __align__(1024) unsigned char shared[];
-  Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
-  if (threadIdx.x == 0) {
-    tiles.stages.init();
-    tiles.given.init(kWarp);
-    tiles.full.init(kConsumerWarps * kWarp);
-    fence_mbarrier_init();
-  }
-  cluster_sync();
-  griddepcontrol_wait();
-  if (threadIdx.x >= kWarpgroup) {
-    setmaxnreg_inc<kConsumerRegisters>();
-    consume<kSlope>(p, tiles, threadIdx.x - kWarpgroup);
-  } else {
-    setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) load_fp8_operands(p.product, tiles.stages);
-    if (threadIdx.x / kWarp == 1) load_given_store_results<kSlope>(p, tiles);
-    __syncwarp();
-  }
-  cluster_sync();  // the other block may still arrive at this block's barriers
+  run_warpgroups<Tiles>([&](Tiles& tiles, int thread) { consume<kSlope>(p, tiles, thread); },
+                        [&](Tiles& tiles) {
+                          if (threadIdx.x == 0) load_fp8_operands(p.product, tiles.stages);
+                          if (threadIdx.x / kWarp == 1) load_given_store_results<kSlope>(p, tiles);
+                        });
 #else
   asm volatile("trap;");
 #endif
@@ -215,19 +198,18 @@ std::tuple<Tensor, Tensor> fp8_activation_linear_bwd(const Operand& of_dy, const
   check_rows(kOp, "dy", dy);
   check_rows(kOp, "weight_transpose", weight_transpose);
   check_rows(kOp, "y_transpose", y_transpose);
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   const Gradients gradients{{gradient_of(kOp, "dbias", dbias)}};
   const int64_t rows = dy.size(0), columns = weight_transpose.size(0);
   const CastResults results = allocate_cast(dy, rows, columns, scalars);
   Cast cast = results.cast;
-  const cudaStream_t stream = current_stream(device);
   const Matrix given(slope ? *slope : y_transpose);
   std::optional<TileProduct> product;
   if (fits_tma(given)) product = fp8_tile_product(Matrix(dy), Matrix(weight_transpose), device);
   static_assert(kTileRows == kCastTile, "both kernels write as many partial sums");
   const int64_t sums = dbias.has_value() ? cast.tiles_down() : 0;
   const Tensor partials = allocate(dy, {sums, 1, columns}, ScalarType::Float);
-  if (sums > 0) cast.partials = partials.mutable_data_ptr<float>();
+  cast.partials = output_of<float>(partials);
   if (product.has_value()) {
     const Params params{
         .product = *product,
@@ -238,23 +220,16 @@ std::tuple<Tensor, Tensor> fp8_activation_linear_bwd(const Operand& of_dy, const
         .factor = scale,
         .cast = cast,
     };
-    const auto start = [&](auto kernel) {
-      launch({.op = kOp,
-              .grid = product->blocks,
-              .block = kThreads,
-              .shared = sizeof(Tiles),
-              .stream = stream,
-              .dependent = true},
-             kernel, params);
-    };
-    slope ? start(fp8_activation_linear_bwd_kernel<true>)
-          : start(fp8_activation_linear_bwd_kernel<false>);
+    launch_tiles<Tiles>(
+        kOp,
+        slope ? fp8_activation_linear_bwd_kernel<true> : fp8_activation_linear_bwd_kernel<false>,
+        params);
   } else if (rows > 0) {
     const Tensor dx =
         fp8_linear_fwd(of_dy, {weight_transpose, std::nullopt, of_weight.scale}, std::nullopt);
     fp8_activation_bwd(kOp, dx, y_transpose, slope, scale, cast);
   }
-  if (dbias.has_value()) add_partials(partials, gradients, accumulate, stream);
+  if (dbias.has_value()) add_partials(partials, gradients, accumulate);
   return {results.values, results.transpose};
 }
 

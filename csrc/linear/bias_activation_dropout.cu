@@ -19,11 +19,6 @@
 //
 // NaN passes through every activation, also relu, so that it reaches the gradient norm.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -31,18 +26,14 @@
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
-#include "common/optional.h"
 #include "common/reduce.cuh"
 #include "linear/activation.cuh"
 #include "linear/ops.h"
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kWarps = 8;
 constexpr int kColumnsPerBlock = kWarp * kColumnsPerDraw;
@@ -201,7 +192,6 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBwdBlocks) bias_activation_dro
 }
 
 void check_inputs(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
-  require(x.dim() == 2, op, ": x must have two dimensions");
   check_rows(op, "x", x);
   check_optional_rows(op, "bias", bias);
 }
@@ -219,14 +209,13 @@ Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& bia
   Tensor y = allocate(x, {x.size(0), x.size(1)});
   if (y.numel() == 0) return y;
 
-  const int32_t device = x.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(x.get_device());
   dispatch_float(x.scalar_type(), "bias_activation_dropout_fwd: x", [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t kRows = kWarps * kFwdUnroll<T>;
     const Params<T> params{.x = data_of<T>(x),
                            .bias = data_of<T>(bias),
-                           .output = static_cast<T*>(y.mutable_data_ptr()),
+                           .output = output_of<T>(y),
                            .slope = output_of<typename SlopeColumns<T>::Number>(slope),
                            .x_stride = x.stride(0),
                            .rows = x.size(0),
@@ -235,9 +224,7 @@ Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& bia
     const dim3 grid(blocks_for(params.columns, kColumnsPerBlock),
                     std::min(kMaxGridY, blocks_for(params.rows, kRows)));
     const auto start = [&](auto kernel) {
-      launch(
-          {.op = op, .grid = grid, .block = dim3(kWarp, kWarps), .stream = current_stream(device)},
-          kernel, params);
+      launch({.op = op, .grid = grid, .block = dim3(kWarp, kWarps)}, kernel, params);
     };
     dispatch_activation(activation, [&](auto chosen) {
       if constexpr (has_slope(chosen.value)) {
@@ -274,8 +261,7 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backwar
   Tensor dx = allocate(dy, {rows, columns});
 
   const int32_t device = x.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
+  const DeviceGuard guard(device);
   dispatch_float(dy.scalar_type(), "bias_activation_dropout_bwd: x", [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t kRows = kWarps * kBwdUnroll<T>;
@@ -294,14 +280,14 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backwar
             .dy = data_of<T>(dy),
             .x = data_of<X>(x),
             .bias = data_of<T>(p.bias),
-            .output = static_cast<T*>(dx.mutable_data_ptr()),
+            .output = output_of<T>(dx),
             .partials = p.dbias.has_value() ? partials.mutable_data_ptr<float>() : nullptr,
             .dy_stride = dy.stride(0),
             .x_stride = x.stride(0),
             .rows = rows,
             .columns = columns,
             .dropout = p.dropout};
-        launch({.op = op, .grid = grid, .block = dim3(kWarp, kWarps), .stream = stream},
+        launch({.op = op, .grid = grid, .block = dim3(kWarp, kWarps)},
                bias_activation_dropout_bwd_kernel<T, decltype(derivative), kBwdUnroll<T>>, params);
       };
       if (p.activation.has_value()) {
@@ -310,7 +296,7 @@ Tensor backward(const char* op, const Tensor& dy, const Tensor& x, const Backwar
         start(GivenDerivative{});
       }
     }
-    if (p.dbias.has_value()) add_partials(partials, gradients, p.accumulate, stream);
+    if (p.dbias.has_value()) add_partials(partials, gradients, p.accumulate);
   });
   return dx;
 }
@@ -326,6 +312,11 @@ Tensor bias_activation_dropout_bwd(const Tensor& dy, const Tensor& x, std::optio
                    .dbias = dbias,
                    .parameter = std::nullopt,
                    .accumulate = accumulate});
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("bias_activation_dropout_fwd", TORCH_BOX(&bias_activation_dropout_fwd));
+  m.impl("bias_activation_dropout_bwd", TORCH_BOX(&bias_activation_dropout_bwd));
 }
 
 }  // namespace
@@ -364,12 +355,4 @@ Tensor activation_bwd(const char* op, const Tensor& dy, const Tensor& x,
        .accumulate = accumulate});
 }
 
-namespace {
-
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
-  m.impl("bias_activation_dropout_fwd", TORCH_BOX(&bias_activation_dropout_fwd));
-  m.impl("bias_activation_dropout_bwd", TORCH_BOX(&bias_activation_dropout_bwd));
-}
-
-}  // namespace
 }  // namespace lightseq

@@ -24,14 +24,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/check.h"
 #include "common/columns.cuh"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
 #include "common/ptx/mma.cuh"
-#include "linear/few_rows.h"
 #include "linear/forward.cuh"
 
 namespace lightseq {
@@ -174,24 +172,9 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
   p.epilogue(row, output, warps, [&](int of_warp) { return result(of_warp, warp); }, bias);
 }
 
-// dispatch_tiles(n, [&](auto count) { ... decltype(count)::value ... })
-template <typename Function>
-void dispatch_tiles(int64_t tiles, Function&& function) {
-  switch (tiles) {
-    case 1:
-      return function(std::integral_constant<int, 1>{});
-    case 2:
-      return function(std::integral_constant<int, 2>{});
-    case 3:
-      return function(std::integral_constant<int, 3>{});
-    default:
-      return function(std::integral_constant<int, kMaxTiles>{});
-  }
-}
-
 }  // namespace
 
-void multiply_few_rows(const Product& p, cudaStream_t stream) {
+void multiply_few_rows(const Product& p) {
   const int32_t device = p.out.owner.get_device();
   const int64_t warps =
       std::clamp<int64_t>(blocks_for(p.a.columns, 2 * kChunk), kMinWarps, kMaxWarps);
@@ -204,26 +187,22 @@ void multiply_few_rows(const Product& p, cudaStream_t stream) {
   const int64_t of_block =
       std::clamp<int64_t>(room / 2 / tile_bytes, 1, std::min<int64_t>(shared_out, kMaxTiles));
 
-  const auto start = [&](auto tile_count, auto row_tile_count) {
-    dispatch_16_bits(p, [&](auto zero) {
+  const auto start = [&](auto tiles_of_block, auto row_tiles) {
+    dispatch_16_bits(p.a.type, [&](auto zero) {
       using T = decltype(zero);
-      const auto kernel =
-          linear_few_rows_kernel<T, decltype(tile_count)::value, decltype(row_tile_count)::value>;
+      const auto kernel = linear_few_rows_kernel<T, tiles_of_block.value, row_tiles.value>;
       launch({.op = p.op,
-              .grid = static_cast<unsigned>(blocks_for(tiles, of_block)),
+              .grid = dim3(blocks_for(tiles, of_block)),
               .block = dim3(kWarp, warps),
               .shared = static_cast<size_t>(of_block * tile_bytes),
-              .stream = stream,
               .dependent = true},
-             kernel, LinearParams<T>(p, chunks, stream));
+             kernel, LinearParams<T>(p, chunks, current_stream(device)));
     });
   };
-  dispatch_tiles(of_block, [&](auto tile_count) {
-    if (p.a.rows <= kTile) {
-      start(tile_count, std::integral_constant<int, 1>{});
-    } else {
-      start(tile_count, std::integral_constant<int, 2>{});
-    }
+  static_assert(kMaxTiles == 4 && kFewRows == 2 * kTile);
+  dispatch_value<1, 2, 3, 4>(of_block, [&](auto tiles_of_block) {
+    dispatch_value<1, 2>(p.a.rows <= kTile ? 1 : 2,
+                         [&](auto row_tiles) { start(tiles_of_block, row_tiles); });
   });
 }
 

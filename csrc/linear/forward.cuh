@@ -1,5 +1,5 @@
-// Common code of our own linear_fwd kernels (few_rows.cu, tiles.cu), whose warps split the input
-// dimension: operands, and the epilogue that adds the warps' sums.
+// Our own linear_fwd kernels (few_rows.cu, tiles.cu), whose warps split the input dimension: when
+// they are used, their operands, and the epilogue that adds the warps' sums.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,6 +13,15 @@
 #include "linear/nan.cuh"
 
 namespace lightseq {
+
+constexpr int64_t kFewRows = 16;         // up to them, multiply_few_rows() is the fastest
+constexpr int64_t kMostTiledRows = 128;  // no speed-up by multiply_by_tiles() for more rows
+constexpr int kTiles = 3;                // number of its tile shapes, numbered from 1
+
+void multiply_few_rows(const Product& p);
+
+// False if a block of this GPU has too little shared memory for these tiles.
+bool multiply_by_tiles(const Product& p, int tile, cudaStream_t stream);
 
 // Kernel parameters of a Product with is_forward_in_16_bits() and element type T.
 template <typename T>
@@ -63,15 +72,5 @@ struct LinearParams {
     store_pair(y + row * y_stride + output, sum.x, sum.y);
   }
 };
-
-// Calls launch(T{}) with the product's element type T.
-template <typename Launch>
-void dispatch_16_bits(const Product& p, Launch&& launch) {
-  if (p.a.type == torch::headeronly::ScalarType::Half) {
-    launch(__half{});
-  } else {
-    launch(__nv_bfloat16{});
-  }
-}
 
 }  // namespace lightseq

@@ -14,22 +14,17 @@
 // Results are cast from float32, without a rounding between. common/fp8_cast.cuh explains the
 // kernels.
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/optional.h"
 #include "linear/activation.cuh"
 #include "linear/ops.h"
 #include "linear/slope.cuh"
 
 namespace lightseq {
 namespace {
-
-using torch::stable::Tensor;
 
 // Code for compute capability 10.0 and later needs a few more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -116,11 +111,9 @@ struct Forward {
   }
 };
 
-struct ReluBackward {
+struct ReluBackward : Given<__nv_bfloat16, true> {  // of dy
   static constexpr int kBlocks = 3 - kFewerBlocks;
   static constexpr int kRowsAhead = kCastHalf;  // and 64 bytes of y
-  static constexpr bool kSums = true;
-  using Row = Columns<__nv_bfloat16>;
   // Reads y by whole cache lines of its transpose, through shared memory.
   struct State {
     Kept passed;
@@ -148,20 +141,9 @@ struct ReluBackward {
     }
   };
 
-  const __nv_bfloat16* dy;
-  int64_t dy_stride;
   const uint8_t* y_transpose;
   int64_t y_stride;
   float scale;  // 1 / (1 - p)
-
-  __device__ __forceinline__ const __nv_bfloat16* at(const CastPlace& place, int first) const {
-    return dy + (place.row() + first) * dy_stride + place.column();
-  }
-  __device__ __forceinline__ Row load(const __nv_bfloat16* at, int i) const {
-    Row row;
-    row.load_cg(at + i * dy_stride);
-    return row;
-  }
 
   __device__ __forceinline__ void numbers(const State& state, const Row& row, int i,
                                           float (&dz)[kColumnsPerDraw]) const {
@@ -228,13 +210,12 @@ void fp8_activation_fwd(const char* op, const Tensor& z, const Tensor& bias, Act
                                        .columns = z.size(1),
                                        .dropout = dropout,
                                        .slope = output_of<uint8_t>(slope)};
-    launch_cast(op, source, cast, current_stream(z.get_device()));
+    launch_cast(op, source, cast);
   });
 }
 
 void fp8_activation_bwd(const char* op, const Tensor& dy, const Tensor& y_transpose,
                         const std::optional<Tensor>& slope, float scale, const Cast& cast) {
-  const cudaStream_t stream = current_stream(dy.get_device());
   const auto* const data = data_of<__nv_bfloat16>(dy);
   if (slope.has_value()) {
     return launch_cast(op,
@@ -243,15 +224,14 @@ void fp8_activation_bwd(const char* op, const Tensor& dy, const Tensor& y_transp
                                      .dy_stride = dy.stride(0),
                                      .slope_stride = slope->stride(0),
                                      .scale = scale},
-                       cast, stream);
+                       cast);
   }
   launch_cast(op,
-              ReluBackward{.dy = data,
-                           .dy_stride = dy.stride(0),
-                           .y_transpose = data_of<uint8_t>(y_transpose),
-                           .y_stride = y_transpose.stride(0),
-                           .scale = scale},
-              cast, stream);
+              ReluBackward{{.x = data, .stride = dy.stride(0)},
+                           data_of<uint8_t>(y_transpose),
+                           y_transpose.stride(0),
+                           scale},
+              cast);
 }
 
 }  // namespace lightseq

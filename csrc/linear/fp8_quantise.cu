@@ -10,48 +10,37 @@
 //
 // common/fp8_cast.cuh explains the kernel.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 #include <tuple>
 
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/optional.h"
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor> fp8_quantise(const Tensor& x, const Tensor& scale, Tensor amax,
                                         Tensor saturated, std::optional<Tensor> sums,
                                         bool accumulate) {
   constexpr const char* kOp = "fp8_quantise";
   check_cast(kOp, "x", x);
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
-  const cudaStream_t stream = current_stream(x.get_device());
+  const DeviceGuard guard(x.get_device());
   CastResults results =
       allocate_cast(x, x.size(0), x.size(1), cast_scalars(kOp, scale, amax, saturated));
   Cast& cast = results.cast;
   const Gradients gradients{{gradient_of(kOp, "sums", sums)}};
   const Tensor partials =
       allocate(x, {sums ? cast.tiles_down() : 0, 1, cast.columns}, ScalarType::Float);
-  if (sums) cast.partials = partials.mutable_data_ptr<float>();
+  cast.partials = output_of<float>(partials);
   dispatch_float(x.scalar_type(), "fp8_quantise: x", [&](auto zero) {
     using T = decltype(zero);
-    const Given<T> source{.x = data_of<T>(x), .stride = x.stride(0)};
-    if (sums) {
-      launch_cast(kOp, Given<T, true>{.x = source.x, .stride = source.stride}, cast, stream);
-    } else {
-      launch_cast(kOp, source, cast, stream);
-    }
+    dispatch_value<false, true>(sums.has_value(), [&](auto has_sums) {
+      const Given<T, has_sums.value> source{.x = data_of<T>(x), .stride = x.stride(0)};
+      launch_cast(kOp, source, cast);
+    });
   });
-  if (sums) add_partials(partials, gradients, accumulate, stream);
+  if (sums) add_partials(partials, gradients, accumulate);
   return {results.values, results.transpose};
 }
 

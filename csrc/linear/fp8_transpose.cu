@@ -10,23 +10,15 @@
 //
 // common/fp8_cast.cuh explains the kernel.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 
 #include "common/check.h"
 #include "common/column_sum.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/optional.h"
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // The source of values in E4M3.
 struct Values {
@@ -66,8 +58,7 @@ Tensor fp8_transpose(const Tensor& x, const Tensor& scale, std::optional<Tensor>
   constexpr const char* kOp = "fp8_transpose";
   check_cast(kOp, "x", x);
   const int64_t rows = x.size(0), columns = x.size(1);
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
-  const cudaStream_t stream = current_stream(x.get_device());
+  const DeviceGuard guard(x.get_device());
   CastResults results =
       allocate_cast(x, rows, columns, {.scale = scale.const_data_ptr<float>()}, CastOf::kTranspose);
   Cast& cast = results.cast;
@@ -75,15 +66,14 @@ Tensor fp8_transpose(const Tensor& x, const Tensor& scale, std::optional<Tensor>
     const Gradients gradients{{gradient_of(kOp, "sums", sums)}};
     const Tensor partials =
         allocate(x, {sums ? cast.tiles_down() : 0, 1, columns}, ScalarType::Float);
-    if (sums) cast.partials = partials.mutable_data_ptr<float>();
-    const Values source{.values = static_cast<const uint8_t*>(x.const_data_ptr()),
-                        .stride = x.stride(0)};
-    launch_cast<CastOf::kTranspose>(kOp, source, cast, stream);
-    if (sums) add_partials(partials, gradients, accumulate, stream);
+    cast.partials = output_of<float>(partials);
+    const Values source{.values = data_of<uint8_t>(x), .stride = x.stride(0)};
+    launch_cast<CastOf::kTranspose>(kOp, source, cast);
+    if (sums) add_partials(partials, gradients, accumulate);
     return results.transpose;
   }
   const Given<__nv_bfloat16> source{.x = data_of<__nv_bfloat16>(x), .stride = x.stride(0)};
-  launch_cast<CastOf::kTranspose>(kOp, source, cast, stream);
+  launch_cast<CastOf::kTranspose>(kOp, source, cast);
   return results.transpose;
 }
 

@@ -1,15 +1,15 @@
-// Linear layers: y = x W^T + b, or relu of it. T rows (tokens), K inputs, N outputs.
+// Linear layers: y = x W^T + b. T rows (tokens), K inputs, N outputs.
 //
-//   forward    y  [T, N]   = x W^T + b
+//   forward    y  [T, N]   = x W^T + b             or relu of it, for linear_activation_fwd
 //   backward   dx [T, K]   = dy W
 //              dW [N, K] (+)= dy^T x          overwrites or accumulates (+)= in place
 //              db [N]    (+)= column sum of dy
 //
-// few_rows.cu computes forward's products of at most 16 rows in 16-bit types, as in
-// decoding. matmul.cu computes all others: with cuBLASLt or, for forward's products of at most 128
-// rows in 16-bit types, with tiles.cu if that is faster. All accumulate in float32, and
-// float32 operands are multiplied in float32, without TF32. This file prepares their operands, and
-// computes db. linear_fp8.cu has the products of operands in E4M3.
+// matmul.cu computes the products: forward's of at most 16 rows in 16-bit types, as in decoding,
+// with few_rows.cu, all others with cuBLASLt or, forward's of at most 128 rows in 16-bit types,
+// with tiles.cu if that is faster. All accumulate in float32, and float32 operands are multiplied
+// in float32, without TF32. This file prepares their operands, and computes db. linear_fp8.cu has
+// the products of operands in E4M3.
 //
 //   saved for backward   nothing
 //   bytes moved          each operand read once, each result written once, dy once more for db
@@ -28,28 +28,17 @@
 // type than the product's. On an H200 in bfloat16 the epilogue also costs more than that kernel,
 // which reads dy again.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include "common/check.h"
 #include "common/column_sum.cuh"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
-#include "linear/few_rows.h"
 #include "linear/matmul.h"
 #include "linear/ops.h"
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-// ---- kernels ----
 
 constexpr int kCopyRows = 8;
 constexpr int kCopyColumns = 8;  // per lane
@@ -142,11 +131,11 @@ Matrix scratch_for(const Matrix& x, int64_t rows, int64_t columns) {
   return scratch;
 }
 
-void copy_padded(const Matrix& in, const Matrix& out, cudaStream_t stream) {
+void copy_padded(const Matrix& in, const Matrix& out) {
   const dim3 grid(blocks_for(out.rows, kCopyRows), blocks_for(out.columns, kCopyColumns * kWarp));
   const auto start = [&](auto zero) {
     using T = decltype(zero);
-    launch({.op = "copy_padded", .grid = grid, .block = dim3(kWarp, kCopyRows), .stream = stream},
+    launch({.op = "copy_padded", .grid = grid, .block = dim3(kWarp, kCopyRows)},
            copy_padded_kernel<T>, static_cast<const T*>(in.data), in.rows, in.columns, in.stride,
            static_cast<T*>(out.data), out.rows, out.columns, out.stride);
   };
@@ -154,30 +143,23 @@ void copy_padded(const Matrix& in, const Matrix& out, cudaStream_t stream) {
 }
 
 // x itself if it has this size and alignment, otherwise a padded copy.
-Matrix padded(const Matrix& x, int64_t rows, int64_t columns, cudaStream_t stream) {
+Matrix padded(const Matrix& x, int64_t rows, int64_t columns) {
   if (fits(x, rows, columns)) return x;
   Matrix copy = scratch_for(x, rows, columns);
-  copy_padded(x, copy, stream);
+  copy_padded(x, copy);
   return copy;
 }
 
-void multiply_fitting(const Product& p, cudaStream_t stream) {
-  has_few_rows(p) ? multiply_few_rows(p, stream) : multiply(p, stream);
-}
-
 // Multiplies padded operands, whose result is [rows, columns], into p.out, which may be smaller.
-void multiply_padded(Product p, int64_t rows, int64_t columns, cudaStream_t stream) {
-  if (fits(p.out, rows, columns)) return multiply_fitting(p, stream);
+void multiply_padded(Product p, int64_t rows, int64_t columns) {
+  if (fits(p.out, rows, columns)) return multiply(p);
   const Matrix out = p.out;
-  p.out = p.accumulate ? padded(out, rows, columns, stream) : scratch_for(out, rows, columns);
-  multiply_fitting(p, stream);
-  copy_padded(p.out, out, stream);
+  p.out = p.accumulate ? padded(out, rows, columns) : scratch_for(out, rows, columns);
+  multiply(p);
+  copy_padded(p.out, out);
 }
 
-// ---- launchers ----
-
-void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool accumulate,
-               cudaStream_t stream) {
+void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool accumulate) {
   const int64_t block_columns = kWarp * kVecBytes / dy.bytes(1);
   const int64_t across = blocks_for(dy.columns, block_columns);
   const int64_t wave = resident_blocks(dy.owner.get_device(), kSumBlocks);
@@ -186,21 +168,46 @@ void add_dbias(const Matrix& dy, const Gradient& dbias, int64_t outputs, bool ac
   const Tensor partials = allocate(dy.owner, {blocks, 1, outputs}, ScalarType::Float);
   dispatch_float(dy.type, "linear_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
-    launch({.op = "linear_dbias",
-            .grid = dim3(across, blocks),
-            .block = dim3(kWarp, kSumWarps),
-            .stream = stream},
+    launch({.op = "linear_dbias", .grid = dim3(across, blocks), .block = dim3(kWarp, kSumWarps)},
            linear_dbias_kernel<T>, static_cast<const T*>(dy.data), dy.rows, dy.columns, dy.stride,
            rows_per_block, partials.mutable_data_ptr<float>(), outputs);
   });
-  add_partials(partials, {{dbias}}, accumulate, stream);
+  add_partials(partials, {{dbias}}, accumulate);
 }
 
 void check_operands(const char* op, const Tensor& x, const Tensor& weight) {
-  const ScalarType type = x.scalar_type();
-  require(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16, op,
+  require(x.scalar_type() != ScalarType::Double, op,
           ": x must be float32, float16 or bfloat16 on a GPU");
   require(weight.numel() > 0, op, ": weight must not be empty");
+}
+
+Tensor linear_fwd_op(std::optional<Tensor> x_values, std::optional<Tensor> x_transpose,
+                     std::optional<Tensor> x_scale, std::optional<Tensor> weight_values,
+                     std::optional<Tensor> weight_transpose, std::optional<Tensor> weight_scale,
+                     const std::optional<Tensor>& bias) {
+  const Operand x{x_values, x_transpose, x_scale};
+  const Operand weight{weight_values, weight_transpose, weight_scale};
+  return x.is_quantised() ? fp8_linear_fwd(x, weight, bias)
+                          : linear_fwd(*x.values, *weight.values, bias);
+}
+
+Tensor linear_bwd_op(std::optional<Tensor> dy_values, std::optional<Tensor> dy_transpose,
+                     std::optional<Tensor> dy_scale, std::optional<Tensor> x_values,
+                     std::optional<Tensor> x_transpose, std::optional<Tensor> x_scale,
+                     std::optional<Tensor> weight_values, std::optional<Tensor> weight_transpose,
+                     std::optional<Tensor> weight_scale, std::optional<Tensor> dweight,
+                     std::optional<Tensor> dbias, std::optional<Tensor> onto, bool accumulate,
+                     bool need_dx) {
+  const Operand dy{dy_values, dy_transpose, dy_scale}, x{x_values, x_transpose, x_scale};
+  const Operand weight{weight_values, weight_transpose, weight_scale};
+  return x.is_quantised() ? fp8_linear_bwd(dy, x, weight, dweight, onto, accumulate, need_dx)
+                          : linear_bwd(*dy.values, *x.values, *weight.values, dweight, dbias, onto,
+                                       accumulate, need_dx);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
+  m.impl("linear_fwd", TORCH_BOX(&linear_fwd_op));
+  m.impl("linear_bwd", TORCH_BOX(&linear_bwd_op));
 }
 
 }  // namespace
@@ -214,23 +221,22 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Ten
   const int64_t tokens = x.size(0);
   Tensor y = allocate(x, {tokens, weight.size(0)});
   if (tokens == 0) return y;
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
-  cudaStream_t stream = current_stream(x.get_device());
+  const DeviceGuard guard(x.get_device());
 
   const int64_t k = width(weight.size(1));
   const int64_t n = width(weight.size(0));
   Product product{.op = kOp,
                   .out = Matrix(y),
-                  .a = padded(Matrix(x), tokens, k, stream),
-                  .b = padded(Matrix(weight), n, k, stream),
+                  .a = padded(Matrix(x), tokens, k),
+                  .b = padded(Matrix(weight), n, k),
                   .transpose_b = true,
                   .relu = relu};
   std::optional<Matrix> added;
   if (bias) {
-    added = padded(Matrix(*bias), 1, n, stream);
+    added = padded(Matrix(*bias), 1, n);
     product.bias = added->data;
   }
-  multiply_padded(product, tokens, n, stream);
+  multiply_padded(product, tokens, n);
   return y;
 }
 
@@ -251,73 +257,35 @@ Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
   const Gradient bias = gradient_of(kOp, "dbias", dbias);
   const int64_t tokens = x.size(0);
   Tensor dx = need_dx ? allocate(x, {tokens, x.size(1)}) : allocate(x, {0});
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
+  const DeviceGuard guard(x.get_device());
   if (tokens == 0) {
     if (dweight && !accumulate) torch::stable::zero_(*dweight);
     if (dbias && !accumulate) torch::stable::zero_(*dbias);
     return dx;
   }
-  cudaStream_t stream = current_stream(x.get_device());
 
   const int64_t k = width(weight.size(1));
   const int64_t n = width(weight.size(0));
-  const Matrix grad = padded(Matrix(dy), tokens, n, stream);
-  if (dbias) add_dbias(grad, bias, dbias->size(0), accumulate, stream);
+  const Matrix grad = padded(Matrix(dy), tokens, n);
+  if (dbias) add_dbias(grad, bias, dbias->size(0), accumulate);
   if (dweight) {
     const Product product{.op = kOp,
                           .out = Matrix(*dweight),
                           .a = grad,
-                          .b = padded(Matrix(x), tokens, k, stream),
+                          .b = padded(Matrix(x), tokens, k),
                           .transpose_a = true,
                           .accumulate = accumulate};
-    multiply_padded(product, n, k, stream);
+    multiply_padded(product, n, k);
   }
   if (need_dx || onto) {
     const Product product{.op = kOp,
                           .out = Matrix(onto ? *onto : dx),
                           .a = grad,
-                          .b = padded(Matrix(weight), n, k, stream),
+                          .b = padded(Matrix(weight), n, k),
                           .accumulate = onto.has_value()};
-    multiply_padded(product, tokens, k, stream);
+    multiply_padded(product, tokens, k);
   }
   return dx;
 }
 
-namespace {
-
-Tensor linear_fwd_op(std::optional<Tensor> x_values, std::optional<Tensor> x_transpose,
-                     std::optional<Tensor> x_scale, std::optional<Tensor> weight_values,
-                     std::optional<Tensor> weight_transpose, std::optional<Tensor> weight_scale,
-                     const std::optional<Tensor>& bias, bool relu) {
-  constexpr const char* kOp = "linear_fwd";
-  const Operand x = operand_of(kOp, "x", x_values, x_transpose, x_scale);
-  const Operand weight = operand_of(kOp, "weight", weight_values, weight_transpose, weight_scale);
-  if (are_quantised(kOp, x, weight)) return fp8_linear_fwd(x, weight, bias);
-  return linear_fwd(*x.values, *weight.values, bias, relu);
-}
-
-Tensor linear_bwd_op(std::optional<Tensor> dy_values, std::optional<Tensor> dy_transpose,
-                     std::optional<Tensor> dy_scale, std::optional<Tensor> x_values,
-                     std::optional<Tensor> x_transpose, std::optional<Tensor> x_scale,
-                     std::optional<Tensor> weight_values, std::optional<Tensor> weight_transpose,
-                     std::optional<Tensor> weight_scale, std::optional<Tensor> dweight,
-                     std::optional<Tensor> dbias, std::optional<Tensor> onto, bool accumulate,
-                     bool need_dx) {
-  constexpr const char* kOp = "linear_bwd";
-  const Operand dy = operand_of(kOp, "dy", dy_values, dy_transpose, dy_scale);
-  const Operand x = operand_of(kOp, "x", x_values, x_transpose, x_scale);
-  const Operand weight = operand_of(kOp, "weight", weight_values, weight_transpose, weight_scale);
-  if (are_quantised(kOp, dy, x, weight)) {
-    return fp8_linear_bwd(dy, x, weight, dweight, onto, accumulate, need_dx);
-  }
-  return linear_bwd(*dy.values, *x.values, *weight.values, dweight, dbias, onto, accumulate,
-                    need_dx);
-}
-
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
-  m.impl("linear_fwd", TORCH_BOX(&linear_fwd_op));
-  m.impl("linear_bwd", TORCH_BOX(&linear_bwd_op));
-}
-
-}  // namespace
 }  // namespace lightseq

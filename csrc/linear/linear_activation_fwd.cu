@@ -22,10 +22,6 @@
 // rows (of one row, if a tile has at least 16 steps). A warp reads only rows that it has written. A
 // lane has eight columns, so the warp's stores fill 512 bytes of a row.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -35,9 +31,6 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/launch.cuh"
-#include "common/optional.h"
-#include "common/ptx/mbarrier.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/reduce.cuh"
 #include "linear/activation.cuh"
@@ -47,9 +40,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr const char* kOp = "linear_activation_fwd";
 
@@ -68,6 +58,8 @@ struct Tiles {
   Tile z;
   uint16_t bias[kConsumerWarps][kTileColumns];
   TileStages stages;
+
+  __device__ __forceinline__ void init() {}
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
@@ -189,23 +181,11 @@ template <typename T, Activation kActivation, bool kDrops>
 __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
     linear_activation_fwd_kernel(const __grid_constant__ Params<T> p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
-  extern __shared__ __align__(1024) unsigned char shared[];
-  Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
-  if (threadIdx.x == 0) {
-    tiles.stages.init();
-    fence_mbarrier_init();
-  }
-  cluster_sync();
-  griddepcontrol_wait();
-  if (threadIdx.x >= kWarpgroup) {
-    setmaxnreg_inc<kConsumerRegisters>();
-    consume<T, kActivation, kDrops>(p, tiles, threadIdx.x - kWarpgroup);
-  } else {
-    setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) load_operands<true>(p.product, tiles.stages);
-    __syncwarp();
-  }
-  cluster_sync();  // the other block may still arrive at this block's barriers
+  run_warpgroups<Tiles>(
+      [&](Tiles& tiles, int thread) { consume<T, kActivation, kDrops>(p, tiles, thread); },
+      [&](Tiles& tiles) {
+        if (threadIdx.x == 0) load_operands<true>(p.product, tiles.stages);
+      });
 #else
   asm volatile("trap;");
 #endif
@@ -213,11 +193,12 @@ __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
 
 using Results = std::tuple<Tensor, Tensor>;  // y and slope
 
-// Computes y and the slope in one kernel. Returns nothing if the product cannot be computed by
-// tiles.
+// Computes y and the slope in one kernel. Returns nothing if there is no slope, or if the product
+// cannot be computed by tiles.
 std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                 Activation activation, const DropoutFactors& dropout,
                                 bool need_slope, int32_t device) {
+  if (!has_slope(activation)) return std::nullopt;
   const std::optional<TileProduct> product = tile_product(Matrix(x), Matrix(weight), true, device);
   if (!product.has_value()) return std::nullopt;
   const int64_t rows = x.size(0), columns = weight.size(0);
@@ -226,29 +207,19 @@ std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Ten
   const auto start = [&](auto zero, auto chosen, auto drops) {
     using T = decltype(zero);
     const Params<T> params{.product = *product,
-                           .bias = static_cast<const T*>(bias.const_data_ptr()),
+                           .bias = data_of<T>(bias),
                            .y = output_of<T>(y),
                            .slope = output_of<typename SlopeColumns<T>::Number>(slope),
                            .rows = rows,
                            .columns = static_cast<int>(columns),
                            .dropout = dropout};
-    launch({.op = kOp,
-            .grid = product->blocks,
-            .block = kThreads,
-            .shared = sizeof(Tiles),
-            .stream = current_stream(device),
-            .dependent = true},
-           linear_activation_fwd_kernel<T, chosen.value, drops.value>, params);
+    launch_tiles<Tiles>(kOp, linear_activation_fwd_kernel<T, chosen.value, drops.value>, params);
   };
-  const auto start_type = [&](auto chosen, auto drops) {
-    x.scalar_type() == ScalarType::Half ? start(__half{}, chosen, drops)
-                                        : start(__nv_bfloat16{}, chosen, drops);
-  };
-  const auto start_for = [&](auto chosen) {
-    dropout.drops() ? start_type(chosen, std::true_type{}) : start_type(chosen, std::false_type{});
-  };
-  activation == Activation::kGelu ? start_for(ActivationConstant<Activation::kGelu>{})
-                                  : start_for(ActivationConstant<Activation::kGeluAccurate>{});
+  dispatch_value<Activation::kGelu, Activation::kGeluAccurate>(activation, [&](auto chosen) {
+    dispatch_16_bits(x.scalar_type(), [&](auto zero) {
+      dispatch_value<false, true>(dropout.drops(), [&](auto drops) { start(zero, chosen, drops); });
+    });
+  });
   return Results(y, slope);
 }
 
@@ -263,36 +234,30 @@ std::tuple<Tensor, Tensor, Tensor> linear_activation_fwd(
     std::optional<Tensor> cast_saturated) {
   const Activation which = activation_of(kOp, activation);
   const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
-  const Operand of_x = operand_of(kOp, "x", x_values, x_transpose, x_scale);
-  const Operand of_weight =
-      operand_of(kOp, "weight", weight_values, weight_transpose, weight_scale);
-  const CastScalars scalars = cast_scalars(kOp, cast_scale, cast_amax, cast_saturated);
-  require(scalars.are_given() == of_x.is_quantised(), kOp,
-          ": operands must be quantised if the result is cast, and only then");
-  if (are_quantised(kOp, of_x, of_weight)) {
-    return fp8_linear_activation_fwd(of_x, of_weight, bias, which, dropout, need_slope, scalars);
+  const Operand of_x{x_values, x_transpose, x_scale};
+  if (of_x.is_quantised()) {
+    return fp8_linear_activation_fwd(of_x, {weight_values, weight_transpose, weight_scale}, bias,
+                                     which, dropout, need_slope,
+                                     cast_scalars(kOp, cast_scale, cast_amax, cast_saturated));
   }
-  const Tensor &x = *of_x.values, &weight = *of_weight.values;
+  const Tensor &x = *x_values, &weight = *weight_values;
   const Tensor transpose = allocate(x, {0}, kE4m3);
   const int32_t device = x.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   if (which == Activation::kRelu && p == 0.0) {
     return {linear_fwd(x, weight, bias, true), transpose, allocate(x, {0})};
   }
   check_rows(kOp, "bias", bias);
-  if (has_slope(which)) {
-    const auto results = by_tiles(x, weight, bias, which, dropout, need_slope, device);
-    if (results.has_value()) {
-      const auto& [y, slope] = *results;
-      return {y, transpose, slope};
-    }
+  if (const auto results = by_tiles(x, weight, bias, which, dropout, need_slope, device)) {
+    const auto& [y, slope] = *results;
+    return {y, transpose, slope};
   }
   if (!has_slope(which)) {
-    const Tensor z = linear_fwd(x, weight, std::nullopt, false);
+    const Tensor z = linear_fwd(x, weight, std::nullopt);
     return {bias_activation_dropout_fwd(z, bias, activation, p, rng, site), transpose,
             allocate(x, {0})};
   }
-  const Tensor z = linear_fwd(x, weight, bias, false);
+  const Tensor z = linear_fwd(x, weight, bias);
   const Tensor slope = allocate_slope(z, need_slope);
   return {activation_fwd(kOp, z, which, dropout, slope), transpose, slope};
 }

@@ -15,9 +15,6 @@
 // the consumers work on the next tile. Otherwise the product writes z, rounded to bfloat16, and a
 // second kernel reads it.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -26,8 +23,6 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/fp8_cast.cuh"
-#include "common/launch.cuh"
-#include "common/optional.h"
 #include "common/ptx/wgmma.cuh"
 #include "linear/activation.cuh"
 #include "linear/fp8_tile_product.cuh"
@@ -35,9 +30,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr const char* kOp = "linear_activation_fwd";
 
@@ -55,6 +47,11 @@ struct Tiles {
   CastTiles cast;
   TileStages stages;
   Mbarrier full, empty;  // of the cast
+
+  __device__ __forceinline__ void init() {
+    full.init(kConsumerWarps * kWarp);
+    empty.init(1);
+  }
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
@@ -151,26 +148,12 @@ template <Activation kActivation, bool kDrops>
 __global__ void LIGHTSEQ_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
     fp8_linear_activation_fwd_kernel(const __grid_constant__ Params p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
-  extern __shared__ __align__(1024) unsigned char shared[];
-  Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
-  if (threadIdx.x == 0) {
-    tiles.stages.init();
-    tiles.full.init(kConsumerWarps * kWarp);
-    tiles.empty.init(1);
-    fence_mbarrier_init();
-  }
-  cluster_sync();
-  griddepcontrol_wait();
-  if (threadIdx.x >= kWarpgroup) {
-    setmaxnreg_inc<kConsumerRegisters>();
-    consume<kActivation, kDrops>(p, tiles, threadIdx.x - kWarpgroup);
-  } else {
-    setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) load_fp8_operands(p.product, tiles.stages);
-    if (threadIdx.x == kWarp) store_results(p, tiles);
-    __syncwarp();
-  }
-  cluster_sync();  // the other block may still arrive at this block's barriers
+  run_warpgroups<Tiles>(
+      [&](Tiles& tiles, int thread) { consume<kActivation, kDrops>(p, tiles, thread); },
+      [&](Tiles& tiles) {
+        if (threadIdx.x == 0) load_fp8_operands(p.product, tiles.stages);
+        if (threadIdx.x == kWarp) store_results(p, tiles);
+      });
 #else
   asm volatile("trap;");
 #endif
@@ -188,7 +171,7 @@ std::tuple<Tensor, Tensor, Tensor> fp8_linear_activation_fwd(
   check_rows(kOp, "x", x);
   check_rows(kOp, "weight", weight);
   check_rows(kOp, "bias", bias);
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   const int64_t rows = x.size(0), columns = weight.size(0);
   const CastResults results = allocate_cast(x, rows, columns, scalars);
   const Tensor slope = need_slope && has_slope(which)
@@ -211,19 +194,12 @@ std::tuple<Tensor, Tensor, Tensor> fp8_linear_activation_fwd(
                       .cast = results.cast,
                       .dropout = dropout};
   const auto start = [&](auto chosen, auto drops) {
-    launch({.op = kOp,
-            .grid = product->blocks,
-            .block = kThreads,
-            .shared = sizeof(Tiles),
-            .stream = current_stream(device),
-            .dependent = true},
-           fp8_linear_activation_fwd_kernel<chosen.value, drops.value>, params);
+    launch_tiles<Tiles>(kOp, fp8_linear_activation_fwd_kernel<chosen.value, drops.value>, params);
   };
-  dispatch_activation(which, [&](auto chosen) {
-    if constexpr (chosen.value != Activation::kIdentity) {
-      dropout.drops() ? start(chosen, std::true_type{}) : start(chosen, std::false_type{});
-    }
-  });
+  dispatch_value<Activation::kRelu, Activation::kGelu, Activation::kGeluAccurate>(
+      which, [&](auto chosen) {
+        dispatch_value<false, true>(dropout.drops(), [&](auto drops) { start(chosen, drops); });
+      });
   return all;
 }
 

@@ -17,10 +17,6 @@
 //   bytes moved          each operand read once, each result written once
 //   determinism          as linear.cu
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 
 #include "common/check.h"
@@ -30,9 +26,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // An operand or a result of a product.
 Matrix matrix_of(const char* op, const char* name, const Tensor& x) {
@@ -58,7 +51,7 @@ Tensor fp8_linear_fwd(const Operand& of_x, const Operand& of_weight,
   if (bias) check_rows(kOp, "bias", *bias);
   Tensor y = allocate(x, {x.size(0), weight.size(0)}, ScalarType::BFloat16);
   if (y.numel() == 0) return y;
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device());
+  const DeviceGuard guard(x.get_device());
   multiply({.op = kOp,
             .out = Matrix(y),
             .a = matrix_of(kOp, "x", x),
@@ -66,8 +59,7 @@ Tensor fp8_linear_fwd(const Operand& of_x, const Operand& of_weight,
             .transpose_b = true,
             .bias = bias ? bias->const_data_ptr() : nullptr,
             .a_scale = scale_of(kOp, "x_scale", *of_x.scale),
-            .b_scale = scale_of(kOp, "weight_scale", *of_weight.scale)},
-           current_stream(x.get_device()));
+            .b_scale = scale_of(kOp, "weight_scale", *of_weight.scale)});
   return y;
 }
 
@@ -81,12 +73,11 @@ Tensor fp8_linear_bwd(const Operand& of_dy, const Operand& of_x, const Operand& 
   const int64_t tokens = dy.size(0), inputs = weight_transpose.size(0);
   Tensor dx = need_dx ? allocate(dy, {tokens, inputs}, ScalarType::BFloat16)
                       : allocate(dy, {0}, ScalarType::BFloat16);
-  const torch::stable::accelerator::DeviceGuard guard(dy.get_device());
+  const DeviceGuard guard(dy.get_device());
   if (tokens == 0) {
     if (dweight && !accumulate) torch::stable::zero_(*dweight);
     return dx;
   }
-  cudaStream_t stream = current_stream(dy.get_device());
   if (dweight) {
     const Tensor& dy_transpose = of_dy.transpose.value();
     multiply({.op = kOp,
@@ -97,8 +88,7 @@ Tensor fp8_linear_bwd(const Operand& of_dy, const Operand& of_x, const Operand& 
               .accumulate = accumulate,
               .a_scale = scale_of(kOp, "dy_scale", *of_dy.scale),
               .b_scale = scale_of(kOp, "x_scale", *of_x.scale),
-              .tokens = dy_transpose.size(1)},
-             stream);
+              .tokens = dy_transpose.size(1)});
   }
   if (need_dx || onto) {
     multiply({.op = kOp,
@@ -108,8 +98,7 @@ Tensor fp8_linear_bwd(const Operand& of_dy, const Operand& of_x, const Operand& 
               .transpose_b = true,
               .accumulate = onto.has_value(),
               .a_scale = scale_of(kOp, "dy_scale", *of_dy.scale),
-              .b_scale = scale_of(kOp, "weight_scale", *of_weight.scale)},
-             stream);
+              .b_scale = scale_of(kOp, "weight_scale", *of_weight.scale)});
   }
   return dx;
 }

@@ -1,11 +1,12 @@
 // One matrix product, by the fastest of the algorithms that cuBLASLt proposes and of our own
-// kernels (tiles.cu).
+// kernels (few_rows.cu, tiles.cu).
 //
-// When a product occurs for the first time, the algorithms are timed in turns, and the fastest is
-// stored: in memory, and in a file for other processes (algorithm_table.h). If several
-// processes search the same product, all use the algorithm that the file has first. The fastest
-// algorithm depends on the number of tokens: at 3456 tokens, the best algorithm for 3333 tokens
-// took up to 1.7 times as long as the best for 3456. So each number of tokens has its own entry.
+// few_rows.cu is the fastest for products of few rows. When another product occurs for the first
+// time, the algorithms are timed in turns, and the fastest is stored: in memory, and in a file for
+// other processes (algorithm_table.h). If several processes search the same product, all use the
+// algorithm that the file has first. The fastest algorithm depends on the number of tokens: at 3456
+// tokens, the best algorithm for 3333 tokens took up to 1.7 times as long as the best for 3456. So
+// each number of tokens has its own entry.
 //
 // Only multiples of 64 tokens are timed, and below 64 tokens powers of two, as in decode steps.
 // Shapes that repeat have such numbers, because rows are rounded up to buckets; other numbers may
@@ -16,9 +17,6 @@
 // and for runs whose bits must not depend on timings.
 
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <cctype>
@@ -39,8 +37,8 @@
 #include "common/device.h"
 #include "linear/algorithm_table.h"
 #include "linear/cublaslt.h"
+#include "linear/forward.cuh"
 #include "linear/matmul.h"
-#include "linear/tiles.h"
 
 namespace lightseq {
 namespace {
@@ -60,15 +58,14 @@ constexpr float kLaunch = 0.01f;
 constexpr float kFaster = 0.99f;
 
 cudaDataType_t cuda_type_of(const Matrix& x) {
-  using torch::headeronly::ScalarType;
   if (x.type == ScalarType::Float) return CUDA_R_32F;
   if (x.type == ScalarType::Float8_e4m3fn) return CUDA_R_8F_E4M3;
   return x.type == ScalarType::Half ? CUDA_R_16F : CUDA_R_16BF;
 }
 
 cublasLtEpilogue_t epilogue_of(const Product& p) {
-  if (p.relu) return p.bias != nullptr ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
-  return p.bias != nullptr ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+  if (p.bias == nullptr) return CUBLASLT_EPILOGUE_DEFAULT;
+  return p.relu ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_BIAS;
 }
 
 // Descriptors of a product for cuBLASLt, whose A is our b and whose B is our a. cuBLASLt's matrices
@@ -145,9 +142,9 @@ cublasStatus_t run(cublasLtHandle_t handle, const Product& p, MatmulDesc& d,
   }
   const float one = 1.0f;
   const float beta = p.accumulate ? 1.0f : 0.0f;
-  std::optional<torch::stable::Tensor> workspace;
+  std::optional<Tensor> workspace;
   if (algorithm.needs_workspace) {
-    workspace = allocate(p.out.owner, {kWorkspace}, torch::headeronly::ScalarType::Byte);
+    workspace = allocate(p.out.owner, {kWorkspace}, ScalarType::Byte);
   }
   return cublaslt().matmul(handle, &d.matmul, &one, p.b.data, &d.a, p.a.data, &d.b, &beta,
                            p.out.data, &d.out, p.out.data, &d.out, &algorithm.algo,
@@ -362,8 +359,11 @@ bool is_capturing(cudaStream_t stream) {
 
 }  // namespace
 
-void multiply(const Product& p, cudaStream_t stream) {
-  Multiplier& multiplier = Multiplier::of(p.out.owner.get_device());
+void multiply(const Product& p) {
+  if (p.a.rows <= kFewRows && p.is_forward_in_16_bits()) return multiply_few_rows(p);
+  const int32_t device = p.out.owner.get_device();
+  const cudaStream_t stream = current_stream(device);
+  Multiplier& multiplier = Multiplier::of(device);
   std::optional<Algorithm> algorithm;
   if (is_searched(p.tokens) && search_is_on()) {
     const AlgorithmTable::Key key = {cuda_type_of(p.a), cuda_type_of(p.out), p.transpose_a,

@@ -17,11 +17,11 @@ constexpr int64_t kRowAlignment = 16;  // bytes
 struct Matrix {
   void* data;
   int64_t rows, columns, stride;
-  torch::headeronly::ScalarType type;
-  torch::stable::Tensor owner;
+  ScalarType type;
+  Tensor owner;
 
   // A vector counts as one row.
-  explicit Matrix(const torch::stable::Tensor& x)
+  explicit Matrix(const Tensor& x)
       : data(x.data_ptr()),
         rows(x.dim() == 2 ? x.size(0) : 1),
         columns(x.size(x.dim() - 1)),
@@ -30,7 +30,6 @@ struct Matrix {
         owner(x) {}
 
   int64_t bytes(int64_t numbers) const {
-    using torch::headeronly::ScalarType;
     if (type == ScalarType::Float8_e4m3fn || type == ScalarType::Byte) return numbers;
     return numbers * (type == ScalarType::Float ? 4 : 2);
   }
@@ -45,19 +44,18 @@ struct Product {
   Matrix out, a, b;
   bool transpose_a = false, transpose_b = false;
   const void* bias = nullptr;
-  bool relu = false;
+  bool relu = false;  // only with a bias
   bool accumulate = false;
   const float *a_scale = nullptr, *b_scale = nullptr;  // in device memory; E4M3 only
   int64_t tokens = a.rows;                             // which of the sizes counts tokens
 
   // Whether our own kernels (few_rows.cu, tiles.cu) can compute it.
   bool is_forward_in_16_bits() const {
-    return transpose_b && !transpose_a && !accumulate &&
-           a.type != torch::headeronly::ScalarType::Float && out.type == a.type &&
-           std::max(a.columns, out.columns) <= INT_MAX / 2;
+    return transpose_b && !transpose_a && !accumulate && a.type != ScalarType::Float &&
+           out.type == a.type && std::max(a.columns, out.columns) <= INT_MAX / 2;
   }
 };
 
-void multiply(const Product& p, cudaStream_t stream);
+void multiply(const Product& p);
 
 }  // namespace lightseq

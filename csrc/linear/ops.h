@@ -1,8 +1,6 @@
 // Functions of ops that other ops call, and operands of products.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -14,7 +12,6 @@
 
 namespace lightseq {
 
-using torch::stable::Tensor;
 struct Cast;
 struct CastScalars;
 
@@ -26,26 +23,9 @@ struct Operand {
   bool is_quantised() const { return scale.has_value(); }
 };
 
-inline Operand operand_of(const char* op, const char* name, const std::optional<Tensor>& values,
-                          const std::optional<Tensor>& transpose,
-                          const std::optional<Tensor>& scale) {
-  require(scale.has_value() ? values.has_value() || transpose.has_value()
-                            : values.has_value() && !transpose.has_value(),
-          op, ": ", name, " must be a tensor, or a scale with values, a transpose or both");
-  return {values, transpose, scale};
-}
-
-// Whether an op's operands are quantised.
-template <typename... Others>
-bool are_quantised(const char* op, const Operand& x, const Others&... others) {
-  require(((others.is_quantised() == x.is_quantised()) && ...), op,
-          ": all operands must be quantised, or none");
-  return x.is_quantised();
-}
-
 // linear.cu
 Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                  bool relu);
+                  bool relu = false);
 Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
                   std::optional<Tensor> dweight, std::optional<Tensor> dbias,
                   std::optional<Tensor> onto, bool accumulate, bool need_dx);

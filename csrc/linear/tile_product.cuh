@@ -12,14 +12,13 @@
 // work on a step.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <optional>
 
 #include "common/check.h"
-#include "common/occupancy.h"
+#include "common/device.h"
+#include "common/launch.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
@@ -59,8 +58,8 @@ inline CUtensorMap tensor_map_of(const Matrix& x, int rows) {
 }
 
 struct TileProduct {
-  CUtensorMap a, b;
-  int steps;
+  CUtensorMap a = {}, b = {};
+  int steps = 0;
   int row_tiles, column_tiles;
   unsigned blocks;  // of the launch: at most one per SM, and one for each tile of a pair
 };
@@ -72,10 +71,7 @@ inline std::optional<TileProduct> tiles_of(int64_t rows, int64_t columns, int32_
   const int64_t clusters = resident_blocks(device, 1) / kCluster;
   const int64_t pairs = blocks_for(row_tiles, kCluster) * column_tiles;
   if (4 * pairs < 3 * clusters) return std::nullopt;
-  return TileProduct{.a = {},
-                     .b = {},
-                     .steps = 0,
-                     .row_tiles = static_cast<int>(row_tiles),
+  return TileProduct{.row_tiles = static_cast<int>(row_tiles),
                      .column_tiles = static_cast<int>(column_tiles),
                      .blocks = static_cast<unsigned>(kCluster * std::min(pairs, clusters))};
 }
@@ -84,7 +80,6 @@ inline std::optional<TileProduct> tiles_of(int64_t rows, int64_t columns, int32_
 // support it, and if there are tiles_of() it.
 inline std::optional<TileProduct> tile_product(const Matrix& a, const Matrix& b, bool transpose_b,
                                                int32_t device) {
-  using torch::headeronly::ScalarType;
   if (!has_wgmma(device)) return std::nullopt;
   if (a.type != ScalarType::Half && a.type != ScalarType::BFloat16) return std::nullopt;
   if (!fits_tma(a) || !fits_tma(b)) return std::nullopt;
@@ -94,6 +89,17 @@ inline std::optional<TileProduct> tile_product(const Matrix& a, const Matrix& b,
   product->b = tensor_map_of(b, kDepth);  // the boxes of b^T are also 64 x 64
   product->steps = static_cast<int>(blocks_for(a.columns, kDepth));
   return product;
+}
+
+// params: the kernel's, with TileProduct `product`.
+template <typename Tiles, typename Params>
+void launch_tiles(const char* op, void (*kernel)(Params), const Params& params) {
+  launch({.op = op,
+          .grid = params.product.blocks,
+          .block = kThreads,
+          .shared = sizeof(Tiles),
+          .dependent = true},
+         kernel, params);
 }
 
 // A tile of 16-bit numbers, as boxes of 64 columns in the 128-byte swizzle.
@@ -189,6 +195,31 @@ __device__ __forceinline__ void multiply_tiles(const TileProduct& p, TileStages&
     release(before);
     finish(sums, row_tile, column);
   });
+}
+
+// The body of a kernel: the consumers call consume(tiles, index of the thread among theirs), the
+// threads of the other warpgroup load(tiles). Tiles: shared memory, with TileStages `stages`, and
+// with init(), which initialises other barriers.
+template <typename Tiles, typename Consume, typename Load>
+__device__ __forceinline__ void run_warpgroups(Consume&& consume, Load&& load) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
+  if (threadIdx.x == 0) {
+    tiles.stages.init();
+    tiles.init();
+    fence_mbarrier_init();
+  }
+  cluster_sync();
+  griddepcontrol_wait();
+  if (threadIdx.x >= kWarpgroup) {
+    setmaxnreg_inc<kConsumerRegisters>();
+    consume(tiles, threadIdx.x - kWarpgroup);
+  } else {
+    setmaxnreg_dec<kProducerRegisters>();
+    load(tiles);
+    __syncwarp();
+  }
+  cluster_sync();  // the other block may still arrive at this block's barriers
 }
 
 constexpr int kTilePairs = kTileSums / 2 / kAcross;  // pairs of a thread's sums in a box

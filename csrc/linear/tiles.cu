@@ -25,7 +25,6 @@
 #include "common/launch.cuh"
 #include "common/ptx/mma.cuh"
 #include "linear/forward.cuh"
-#include "linear/tiles.h"
 
 namespace lightseq {
 namespace {
@@ -184,7 +183,7 @@ bool multiply_by_tiles(const Product& p, int tile, cudaStream_t stream) {
   dispatch_tile(tile, [&](auto shape) {
     using S = decltype(shape);
     if (kWarps * S::room(S::kStages) > most) return;
-    dispatch_16_bits(p, [&](auto zero) {
+    dispatch_16_bits(p.a.type, [&](auto zero) {
       using T = decltype(zero);
       launch({.op = p.op,
               .grid = dim3(blocks_for(p.out.columns, S::kOutputs), blocks_for(p.a.rows, S::kRows)),

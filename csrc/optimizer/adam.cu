@@ -29,18 +29,14 @@
 // fairseq's.
 
 #include <cooperative_groups.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <optional>
 #include <type_traits>
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "optimizer/adam.cuh"
@@ -48,17 +44,12 @@
 namespace lightseq::adam {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int kNormThreads = 512;
 constexpr int kNormLoads = 4;  // 16-byte loads in flight per thread
 template <typename T>
 constexpr int64_t kNormWork = Vec<T>::kSize * kNormLoads * kNormThreads;  // elements per block
 constexpr int kStepThreads = 256;
 constexpr int kQuads = 2;  // groups of four elements in flight per thread
-
-// ---- kernels ----
 
 // All blocks write their sums to `partials` and wait for each other; the first block adds them.
 template <typename T>
@@ -153,14 +144,12 @@ __global__ void __launch_bounds__(kStepThreads)
   if (threadIdx.x == 0) end_step(params, counter);
 }
 
-// ---- launchers ----
-
 Tensor adam_norm(const Tensor& grad) {
   const char* const op = "adam_norm";
   check_aligned(op, "grad", grad, kVecBytes);
   Tensor norm = allocate(grad, {}, ScalarType::Float);
   const int32_t device = grad.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   dispatch_float(grad.scalar_type(), "adam_norm: grad", [&](auto zero) {
     using T = decltype(zero);
     const auto kernel = adam_norm_kernel<T>;
@@ -169,13 +158,9 @@ Tensor adam_norm(const Tensor& grad) {
     const int64_t blocks =
         std::clamp<int64_t>(work, 1, resident_blocks(kernel, kNormThreads, device));
     Tensor scratch = allocate(grad, {blocks}, ScalarType::Double);
-    launch({.op = op,
-            .grid = static_cast<unsigned>(blocks),
-            .block = kNormThreads,
-            .stream = current_stream(device),
-            .cooperative = true},
-           kernel, static_cast<const T*>(grad.const_data_ptr()), count,
-           scratch.mutable_data_ptr<double>(), norm.mutable_data_ptr<float>());
+    launch({.op = op, .grid = dim3(blocks), .block = kNormThreads, .cooperative = true}, kernel,
+           data_of<T>(grad), count, scratch.mutable_data_ptr<double>(),
+           norm.mutable_data_ptr<float>());
   });
   return norm;
 }
@@ -192,15 +177,23 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
   require(is_split || param.scalar_type() == ScalarType::Float, op,
           ": param must be float32 on a GPU");
   check_aligned(op, "param", param, is_split ? sizeof(Quad<int16_t>) : sizeof(Quad<float>));
-  const Params params = params_of(op, param, exp_avg, exp_avg_sq, step, lr, multiplier, norm,
-                                  max_norm, clip_eps, beta1, beta2, eps, weight_decay);
-  const int given = cast_tiles.has_value() + cast_scale.has_value() + cast_amax.has_value() +
-                    cast_saturated.has_value() + cast_values.has_value() +
-                    cast_transposes.has_value();
-  require(given == 0 || given == 6, op,
-          ": a cast needs tiles, scale, amax, saturated, values and transposes");
-  if (given > 0) {
-    require(is_split && param_low.has_value(), op, ": a cast needs an int16 param and a param_low");
+  check_aligned(op, "exp_avg", exp_avg, sizeof(Quad<float>));
+  check_aligned(op, "exp_avg_sq", exp_avg_sq, sizeof(Quad<float>));
+  const Params params{
+      .exp_avg = exp_avg.mutable_data_ptr<float>(),
+      .exp_avg_sq = exp_avg_sq.mutable_data_ptr<float>(),
+      .count = param.numel(),
+      .step = reinterpret_cast<unsigned long long*>(step.mutable_data_ptr<int64_t>()),
+      .lr = Floats(lr),
+      .multiplier = Floats(multiplier),
+      .norm = Floats(norm),
+      .max_norm = max_norm,
+      .clip_eps = clip_eps,
+      .beta1 = beta1,
+      .beta2 = beta2,
+      .eps = eps,
+      .weight_decay = weight_decay};
+  if (cast_tiles.has_value()) {
     return update_and_cast(
         op, params, param, grad, *param_low,
         {*cast_tiles, *cast_scale, *cast_amax, *cast_saturated, *cast_values, *cast_transposes});
@@ -208,20 +201,15 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
   constexpr int64_t kWork = 4 * kQuads * kStepThreads;  // elements per block
   const int64_t blocks = std::max<int64_t>(1, blocks_for(params.count, kWork));
   check_blocks(op, params, blocks);
-  const int32_t device = param.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(param.get_device());
   dispatch_float(grad.scalar_type(), "adam_step: grad", [&](auto zero) {
     using G = decltype(zero);
     check_aligned(op, "grad", grad, sizeof(Quad<G>));
     const auto start = [&](auto* kept, auto* low) {
       using P = std::remove_pointer_t<decltype(kept)>;
       using L = std::remove_pointer_t<decltype(low)>;
-      launch({.op = op,
-              .grid = static_cast<unsigned>(blocks),
-              .block = kStepThreads,
-              .stream = current_stream(device)},
-             adam_step_kernel<P, G, L>, params, kept, static_cast<const G*>(grad.const_data_ptr()),
-             low);
+      launch({.op = op, .grid = dim3(blocks), .block = kStepThreads}, adam_step_kernel<P, G, L>,
+             params, kept, data_of<G>(grad), low);
     };
     void* const low = param_low.has_value() ? param_low->mutable_data_ptr() : nullptr;
     if (low != nullptr) check_aligned(op, "param_low", *param_low, sizeof(Quad<__half>));

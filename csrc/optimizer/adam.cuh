@@ -4,7 +4,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -14,8 +13,6 @@
 #include "common/scalars.cuh"
 
 namespace lightseq::adam {
-
-using torch::stable::Tensor;
 
 struct Params {
   float* exp_avg;
@@ -216,28 +213,6 @@ __device__ __forceinline__ void update_last(const Params& params, const Coeffici
   params.exp_avg[i] = m.first();
   params.exp_avg_sq[i] = v.first();
   if (low != nullptr) low[i] = of_low.first();
-}
-
-inline Params params_of(const char* op, const Tensor& param, const Tensor& exp_avg,
-                        const Tensor& exp_avg_sq, const Tensor& step, const Tensor& lr,
-                        const Tensor& multiplier, const Tensor& norm, double max_norm,
-                        double clip_eps, double beta1, double beta2, double eps,
-                        double weight_decay) {
-  check_aligned(op, "exp_avg", exp_avg, sizeof(Quad<float>));
-  check_aligned(op, "exp_avg_sq", exp_avg_sq, sizeof(Quad<float>));
-  return {.exp_avg = exp_avg.mutable_data_ptr<float>(),
-          .exp_avg_sq = exp_avg_sq.mutable_data_ptr<float>(),
-          .count = param.numel(),
-          .step = reinterpret_cast<unsigned long long*>(step.mutable_data_ptr<int64_t>()),
-          .lr = Floats(lr),
-          .multiplier = Floats(multiplier),
-          .norm = Floats(norm),
-          .max_norm = max_norm,
-          .clip_eps = clip_eps,
-          .beta1 = beta1,
-          .beta2 = beta2,
-          .eps = eps,
-          .weight_decay = weight_decay};
 }
 
 // The cast of all weights: see ops/fp8_weights.py.

@@ -8,10 +8,6 @@
 //
 // A thread per tensor. Whether the update was skipped is read on the device.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 
 #include "common/check.h"
@@ -19,8 +15,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::stable::Tensor;
 
 constexpr int kThreads = 64;
 constexpr int kHistory = 16;  // HISTORY of ops/fp8_scales.py
@@ -62,12 +56,8 @@ __global__ void __launch_bounds__(kThreads)
 void fp8_scales(Tensor scale, Tensor amax, Tensor history, const Tensor& skipped, bool forget) {
   const int64_t count = scale.numel();
   if (count == 0) return;
-  const int32_t device = scale.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  launch({.op = "fp8_scales",
-          .grid = static_cast<unsigned>(blocks_for(count, kThreads)),
-          .block = kThreads,
-          .stream = current_stream(device)},
+  const DeviceGuard guard(scale.get_device());
+  launch({.op = "fp8_scales", .grid = dim3(blocks_for(count, kThreads)), .block = kThreads},
          fp8_scales_kernel, scale.mutable_data_ptr<float>(), scale.stride(0),
          amax.mutable_data_ptr<float>(), history.mutable_data_ptr<float>(), count,
          skipped.const_data_ptr<double>(), forget);

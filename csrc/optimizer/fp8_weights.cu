@@ -16,12 +16,8 @@
 // units: 16 rows of a column, 16 bytes of the transpose.
 
 #include <cuda_bf16.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/check.h"
 #include "common/fp8_cast.cuh"
@@ -33,7 +29,6 @@ namespace lightseq {
 namespace {
 
 using adam::Quad;
-using torch::stable::Tensor;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
@@ -239,8 +234,6 @@ __global__ void __launch_bounds__(kThreads, Source::kBlocks)
   }
 }
 
-// ---- launchers ----
-
 template <typename Source>
 void cast_weights(const char* op, const Source& source, const Tensor& low,
                   const adam::WeightCast& cast) {
@@ -251,18 +244,14 @@ void cast_weights(const char* op, const Source& source, const Tensor& low,
   check_aligned(op, "transposes", transposes, kUnitRows);
   const int64_t blocks = tiles.size(0);
   if (blocks == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  launch({.op = op,
-          .grid = static_cast<unsigned>(blocks),
-          .block = kThreads,
-          .stream = current_stream(device)},
-         fp8_weights_kernel<Source>, source,
-         Results{.tiles = static_cast<const Tile*>(tiles.const_data_ptr()),
-                 .values = static_cast<uint8_t*>(values.mutable_data_ptr()),
-                 .transposes = static_cast<uint8_t*>(transposes.mutable_data_ptr()),
+  const DeviceGuard guard(device);
+  launch({.op = op, .grid = dim3(blocks), .block = kThreads}, fp8_weights_kernel<Source>, source,
+         Results{.tiles = data_of<Tile>(tiles),
+                 .values = output_of<uint8_t>(values),
+                 .transposes = output_of<uint8_t>(transposes),
                  .scale = scale.const_data_ptr<float>(),
                  .scale_stride = scale.stride(0),
-                 .amax = static_cast<int*>(amax.mutable_data_ptr()),
+                 .amax = output_of<int>(amax),
                  .saturated = static_cast<unsigned long long*>(saturated.mutable_data_ptr())});
 }
 
@@ -270,9 +259,11 @@ void fp8_weights(const Tensor& weights, const Tensor& tiles, const Tensor& scale
                  Tensor saturated, Tensor values, Tensor transposes) {
   constexpr const char* kOp = "fp8_weights";
   check_aligned(kOp, "weights", weights, sizeof(Quad<__nv_bfloat16>));
-  const Given source{static_cast<const __nv_bfloat16*>(weights.const_data_ptr())};
+  const Given source{data_of<__nv_bfloat16>(weights)};
   cast_weights(kOp, source, weights, {tiles, scale, amax, saturated, values, transposes});
 }
+
+STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("fp8_weights", TORCH_BOX(&fp8_weights)); }
 
 }  // namespace
 
@@ -282,15 +273,10 @@ void adam::update_and_cast(const char* op, const Params& params, const Tensor& p
   check_aligned(op, "param_low", low, sizeof(Quad<__nv_bfloat16>));
   const Updated source{.params = params,
                        .remainders = param.mutable_data_ptr<int16_t>(),
-                       .grad = static_cast<const __nv_bfloat16*>(grad.const_data_ptr()),
-                       .low = static_cast<__nv_bfloat16*>(low.mutable_data_ptr())};
+                       .grad = data_of<__nv_bfloat16>(grad),
+                       .low = output_of<__nv_bfloat16>(low)};
   check_blocks(op, params, cast.tiles.size(0));
   cast_weights(op, source, low, cast);
 }
 
-namespace {
-
-STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) { m.impl("fp8_weights", TORCH_BOX(&fp8_weights)); }
-
-}  // namespace
 }  // namespace lightseq

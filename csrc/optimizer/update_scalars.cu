@@ -18,18 +18,12 @@
 //
 // Source of the rules: fairseq.optim.dynamic_loss_scaler.DynamicLossScaler.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "common/scalars.cuh"
 
 namespace lightseq {
 namespace {
-
-using torch::stable::Tensor;
 
 // Same fields in the same order as State, StopReason and Given of ops/update_scalars.py.
 struct State {
@@ -116,12 +110,10 @@ void update_scalars(Tensor state, Tensor rng, const Tensor& given, const Tensor&
                     double min_loss_scale) {
   require(state.is_contiguous() && rng.is_contiguous() && given.is_contiguous(),
           "update_scalars: state, rng and given must be contiguous");
-  const int32_t device = state.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  launch({.op = "update_scalars", .grid = 1, .block = 1, .stream = current_stream(device)},
-         update_scalars_kernel, static_cast<State*>(state.mutable_data_ptr()),
-         rng.mutable_data_ptr<int64_t>(), static_cast<const Given*>(given.const_data_ptr()),
-         Floats(norm), seed,
+  const DeviceGuard guard(state.get_device());
+  launch({.op = "update_scalars", .grid = 1, .block = 1}, update_scalars_kernel,
+         static_cast<State*>(state.mutable_data_ptr()), rng.mutable_data_ptr<int64_t>(),
+         data_of<Given>(given), Floats(norm), seed,
          Scaling{.window = scale_window,
                  .tolerance = tolerance,
                  .threshold = threshold,

@@ -15,10 +15,6 @@
 // entirely in `flat`, all sums of this kernel are computed at once; if they write to the gradient
 // of a collected sum, the collected sums are launched first.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -34,9 +30,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // Warps per block: so few that a block can become resident while the previous kernel still runs.
 constexpr int kSumWarps = 8;
@@ -180,7 +173,7 @@ class SumLaunch {
     if (strips_ > 0) {
       // The kernel waits for its predecessor before it reads the partials.
       lightseq::launch({.op = "column_sum",
-                        .grid = static_cast<unsigned>(strips_),
+                        .grid = dim3(strips_),
                         .block = dim3(kWarp, kSumWarps),
                         .stream = stream,
                         .dependent = true},
@@ -230,7 +223,7 @@ class DeferredSums {
             cudaStream_t stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!flat_.has_value() || stream != stream_) return false;
-    const auto* const begin = static_cast<const char*>(flat_->const_data_ptr());
+    const auto* const begin = data_of<char>(flat_);
     const char* const end = begin + flat_->numel() * static_cast<int64_t>(flat_->element_size());
     bool again = false;
     bool is_inside = true;
@@ -257,12 +250,12 @@ class DeferredSums {
 void defer_column_sums(Tensor flat) {
   require(flat.is_contiguous(), "defer_column_sums: flat must be contiguous");
   const int32_t device = flat.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   DeferredSums::of(device).begin(flat, current_stream(device));
 }
 
 void flush_column_sums(Tensor flat, bool wanted) {
-  const torch::stable::accelerator::DeviceGuard guard(flat.get_device());
+  const DeviceGuard guard(flat.get_device());
   DeferredSums::of(flat.get_device()).end(wanted);
 }
 
@@ -273,8 +266,8 @@ STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
 
 }  // namespace
 
-void add_partials(const Tensor& partials, const Gradients& gradients, bool accumulate,
-                  cudaStream_t stream) {
+void add_partials(const Tensor& partials, const Gradients& gradients, bool accumulate) {
+  const cudaStream_t stream = current_stream(partials.get_device());
   if (DeferredSums::of(partials.get_device()).take(partials, gradients, accumulate, stream)) return;
   SumLaunch alone;
   alone.add(partials, gradients, accumulate);

@@ -23,11 +23,6 @@
 // with logit -inf has probability 0. A row with a NaN counts as wrong. A target out of range that
 // is not the pad symbol stops forward's kernel with a device-side assertion.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cassert>
 #include <cfloat>
 #include <cstdint>
@@ -47,32 +42,10 @@
 namespace lightseq {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int kFwdThreads = 128, kFwdLoads = 2;  // loads: of 8 logits each, in flight per thread
 constexpr int kBwdThreads = 512, kBwdLoads = 4;
 constexpr int kBothThreads = 512, kBothLoads = 2;
 constexpr int kSize = kColumnsPerDraw;  // logits per load
-
-// ---- kernels ----
-
-// exp(x - shift). For 16-bit logits in two instructions. This is accurate enough: the hardware's
-// power of two has an error of 2 ulp, and rounding shift * log2(e) has no larger effect than
-// rounding the shift.
-template <typename T>
-class ShiftedExponential {
- public:
-  __device__ __forceinline__ explicit ShiftedExponential(float shift)
-      : shift_(std::is_same_v<T, float> ? shift : -shift * kLog2E) {}
-  __device__ __forceinline__ float operator()(float x) const {
-    if constexpr (std::is_same_v<T, float>) return expf(x - shift_);
-    return exp2_approximate(fmaf(x, kLog2E, shift_));
-  }
-
- private:
-  float shift_;
-};
 
 // Running maximum and sums over the logits that a thread has read.
 template <typename T>
@@ -93,10 +66,10 @@ struct Running {
     }
     total += part;
     if (top > max) {
-      sum *= ShiftedExponential<T>(top)(max);
+      sum *= Exponential<T>(top)(max);
       max = top;
     }
-    const ShiftedExponential<T> exponential(max);
+    const Exponential<T> exponential(max);
     part = 0.0f;
 #pragma unroll
     for (int e = 0; e < kCount; ++e) part += exponential(x[e]);
@@ -183,7 +156,7 @@ __device__ __forceinline__ float forward(const Source& source, const T* row, con
   }
 
   const float max = block_reduce<kThreads>(seen.max, Max{});
-  const float sum = block_reduce<kThreads>(seen.sum * ShiftedExponential<T>(max)(seen.max), Sum{});
+  const float sum = block_reduce<kThreads>(seen.sum * Exponential<T>(max)(seen.max), Sum{});
   const float total = block_reduce<kThreads>(seen.total, Sum{});
   if constexpr (kAccuracy) beaten = __syncthreads_or(beaten);
   const float lse = sum > 0.0f ? max + logf(sum) : NAN;
@@ -204,7 +177,7 @@ __device__ __forceinline__ float forward(const Source& source, const T* row, con
 template <int kThreads, int kLoads, typename T, typename Source>
 __device__ __forceinline__ void backward(const Source& source, T* row, const Cut& cut,
                                          const Rows& rows, int target, float dloss, float lse) {
-  const ShiftedExponential<T> exponential(lse);
+  const Exponential<T> exponential(lse);
   const auto gradient = [&](float x, int column) {
     const float p = exponential(x) - rows.share;
     return dloss * (column == target ? p - rows.own : p);
@@ -303,13 +276,10 @@ __global__ void __launch_bounds__(kBothThreads, 2)
   backward<kBothThreads, kBothLoads>(source, row, cut, rows, static_cast<int>(target), scale, lse);
 }
 
-// ---- launchers ----
-
 Rows rows_of(const char* op, const Tensor& logits, const Tensor& target, double smoothing,
              int64_t padding_idx) {
   const int64_t classes = logits.size(1);
   require(classes <= INT32_MAX, op, ": fewer than 2^31 classes are supported, got ", classes);
-  require(logits.stride(1) == 1, op, ": logits must be contiguous in the last dimension");
   const double share = smoothing > 0.0 ? smoothing / static_cast<double>(classes - 1) : 0.0;
   return {.stride = logits.stride(0),
           .classes = static_cast<int>(classes),
@@ -344,18 +314,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_fwd(const Tensor& logit
   Outputs outputs(logits, accuracy);
   Tensor lse = allocate(logits, {count}, ScalarType::Float);
   const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
-  const int32_t device = logits.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(logits.get_device());
   dispatch_float(logits.scalar_type(), "cross_entropy_fwd: logits", [&](auto zero) {
     using T = decltype(zero);
     if (count == 0) return;
     const auto kernel =
         accuracy ? cross_entropy_fwd_kernel<T, true> : cross_entropy_fwd_kernel<T, false>;
-    launch({.op = op,
-            .grid = static_cast<unsigned>(count),
-            .block = kFwdThreads,
-            .stream = current_stream(device)},
-           kernel, static_cast<const T*>(logits.const_data_ptr()), rows,
+    launch({.op = op, .grid = dim3(count), .block = kFwdThreads}, kernel, data_of<T>(logits), rows,
            outputs.results(lse.mutable_data_ptr<float>()));
   });
   return {outputs.loss, outputs.nll, lse, outputs.correct};
@@ -365,17 +330,12 @@ void cross_entropy_bwd(const Tensor& dloss, Tensor logits, const Tensor& target,
                        double smoothing, int64_t padding_idx) {
   const char* const op = "cross_entropy_bwd";
   const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
-  const int32_t device = logits.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(logits.get_device());
   dispatch_float(logits.scalar_type(), "cross_entropy_bwd: logits", [&](auto zero) {
     using T = decltype(zero);
     if (logits.size(0) == 0) return;
-    launch({.op = op,
-            .grid = static_cast<unsigned>(logits.size(0)),
-            .block = kBwdThreads,
-            .stream = current_stream(device)},
-           cross_entropy_bwd_kernel<T>, static_cast<T*>(logits.mutable_data_ptr()), rows,
-           Floats(dloss), Floats(lse));
+    launch({.op = op, .grid = dim3(logits.size(0)), .block = kBwdThreads},
+           cross_entropy_bwd_kernel<T>, output_of<T>(logits), rows, Floats(dloss), Floats(lse));
   });
 }
 
@@ -395,7 +355,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_bwd(const Tensor& dloss, Te
   const char* const op = "cross_entropy_fwd_bwd";
   const Rows rows = rows_of(op, logits, target, smoothing, padding_idx);
   const int32_t device = logits.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   std::tuple<Tensor, Tensor, Tensor> results;
   dispatch_float(logits.scalar_type(), "cross_entropy_fwd_bwd: logits", [&](auto zero) {
     using T = decltype(zero);
@@ -413,13 +373,11 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_fwd_bwd(const Tensor& dloss, Te
     results = {outputs.loss, outputs.nll, outputs.correct};
     if (logits.size(0) == 0) return;
     launch({.op = op,
-            .grid = static_cast<unsigned>(logits.size(0)),
+            .grid = dim3(logits.size(0)),
             .block = kBothThreads,
             .shared = row_bytes,
-            .stream = current_stream(device),
             .dependent = true},
-           kernel, static_cast<T*>(logits.mutable_data_ptr()), rows, Floats(dloss),
-           outputs.results(nullptr));
+           kernel, output_of<T>(logits), rows, Floats(dloss), outputs.results(nullptr));
   });
   return results;
 }

@@ -15,20 +15,12 @@
 // A thread generates the bits of 8 adjacent columns with one Philox call. A warp processes one row,
 // a block 8 rows.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "common/philox.cuh"
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kLanes = 32;
 constexpr int kRowsPerBlock = 8;
@@ -67,14 +59,12 @@ Tensor dropout_mask(const Tensor& rng, int64_t site, int64_t rows, int64_t colum
   Tensor keep = allocate(rng, {rows, columns}, ScalarType::Bool);
   if (keep.numel() == 0) return keep;
 
-  const int32_t device = rng.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(rng.get_device());
   const Dropout dropout{rng.const_data_ptr<int64_t>(), static_cast<uint32_t>(site),
                         Dropout::threshold_of(p)};
   launch({.op = "dropout_mask",
-          .grid = static_cast<unsigned>(blocks_for(rows, kRowsPerBlock)),
-          .block = dim3(kLanes, kRowsPerBlock),
-          .stream = current_stream(device)},
+          .grid = dim3(blocks_for(rows, kRowsPerBlock)),
+          .block = dim3(kLanes, kRowsPerBlock)},
          dropout_mask_kernel, keep.mutable_data_ptr<bool>(), dropout, rows, columns);
   return keep;
 }

@@ -21,11 +21,6 @@
 //
 // With a cast there is only the first kernel, because training has many rows.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -33,16 +28,12 @@
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/launch.cuh"
-#include "common/optional.h"
 #include "common/prefetch.cuh"
 #include "row/fp8_rows.cuh"
 #include "row/layer_norm.cuh"
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kFwdGroups = 2;  // groups of columns per thread
 
@@ -237,7 +228,6 @@ struct FwdLaunch {
             .grid = params.rows.blocks,
             .block = dim3(threads, teams),
             .shared = static_cast<size_t>(params.rows.shared),
-            .stream = current_stream(device),
             .dependent = true},
            kernel, params, more...);
   }
@@ -293,7 +283,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dropout_residual_laye
   if (sum.numel() == 0 && mean.numel() == 0) return all;
 
   const int32_t device = x.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
   dispatch_float(x.scalar_type(), "dropout_residual_layer_norm_fwd: x", [&](auto zero) {
     using T = decltype(zero);

@@ -18,11 +18,6 @@
 // embedding_layer_norm_bwd is the same with dropout after LayerNorm: dropout(dy) takes the place of
 // dy, and dresidual is the result.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -31,15 +26,11 @@
 #include "common/column_sum.cuh"
 #include "common/columns.cuh"
 #include "common/launch.cuh"
-#include "common/optional.h"
 #include "row/fp8_rows.cuh"
 #include "row/layer_norm.cuh"
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kBwdGroups = 1;  // groups of columns per thread; more need too many registers
 
@@ -267,7 +258,6 @@ void launch_bwd(const char* op, BwdParams<T> params, const Tensor& grad, const G
           op, params, grad, gradients, accumulate, cast);
     }
   }
-  const cudaStream_t stream = current_stream(device);
   const int64_t columns = params.columns;
   const bool sums = gradients.of[0].data != nullptr || gradients.of[1].data != nullptr ||
                     gradients.of[2].data != nullptr;
@@ -282,11 +272,10 @@ void launch_bwd(const char* op, BwdParams<T> params, const Tensor& grad, const G
             .grid = params.rows.blocks,
             .block = dim3(S::kThreads, S::kTeams),
             .shared = static_cast<size_t>(params.rows.shared),
-            .stream = stream,
             .dependent = true},
            kernel, params, cast);
   }
-  if (sums) add_partials(partials, gradients, accumulate, stream);
+  if (sums) add_partials(partials, gradients, accumulate);
 }
 
 // dx, dresidual and the transpose of dx. With a cast, dx is its values.
@@ -298,7 +287,6 @@ std::tuple<Tensor, Tensor, Tensor> dropout_residual_layer_norm_bwd(
     std::optional<Tensor> cast_amax, std::optional<Tensor> cast_saturated) {
   constexpr const char* op = "dropout_residual_layer_norm_bwd";
   const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
-  require(dy.has_value() || dsum.has_value(), op, ": one of dy and dsum must be given");
   check_optional_rows(op, "dy", dy);
   check_optional_rows(op, "dsum", dsum);
   if (dy.has_value()) {
@@ -319,7 +307,7 @@ std::tuple<Tensor, Tensor, Tensor> dropout_residual_layer_norm_bwd(
   Tensor dx = empty_rows(grad, p > 0.0 && !scalars.are_given());
   Tensor dresidual = empty_rows(grad, true);
 
-  const torch::stable::accelerator::DeviceGuard guard(grad.get_device());
+  const DeviceGuard guard(grad.get_device());
   const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
   dispatch_float(grad.scalar_type(), "dropout_residual_layer_norm_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
@@ -375,7 +363,7 @@ Tensor embedding_layer_norm_bwd(const Tensor& dy, const Tensor& x, const Tensor&
   check_width(op, columns);
   Tensor dx = empty_rows(dy, true);
 
-  const torch::stable::accelerator::DeviceGuard guard(dy.get_device());
+  const DeviceGuard guard(dy.get_device());
   const DropoutFactors dropout(rng.const_data_ptr<int64_t>(), site, p);
   dispatch_float(dy.scalar_type(), "embedding_layer_norm_bwd: dy", [&](auto zero) {
     using T = decltype(zero);

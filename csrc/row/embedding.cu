@@ -16,21 +16,14 @@
 // Optional: positions, dropout (p == 0: none). An index out of range stops the kernel with a
 // device-side assertion before the table is read.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cassert>
 #include <cstdint>
 #include <optional>
 #include <tuple>
-#include <type_traits>
 
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/launch.cuh"
-#include "common/optional.h"
 #include "common/reduce.cuh"
 #include "common/scalars.cuh"
 #include "row/fp8_rows.cuh"
@@ -38,9 +31,6 @@
 
 namespace lightseq {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kWarps = 8;  // per block
 constexpr int kBlock = kWarp * kWarps;
@@ -242,12 +232,11 @@ __global__ void __launch_bounds__(kBlockThreads, kNormBlocks<T>)
 }
 
 template <typename T>
-Table<T> table_of(const char* op, const Tensor& x) {
+Table<T> table_of(const char* op, const char* name, const Tensor& x) {
+  check_rows(op, name, x);
   require(x.stride(0) <= UINT32_MAX, op, ": rows of a table must be less than 2^32 elements",
           " apart, got ", x.stride(0));
-  return {.data = static_cast<const T*>(x.const_data_ptr()),
-          .stride = static_cast<uint32_t>(x.stride(0)),
-          .rows = x.size(0)};
+  return {.data = data_of<T>(x), .stride = static_cast<uint32_t>(x.stride(0)), .rows = x.size(0)};
 }
 
 template <typename T>
@@ -255,21 +244,15 @@ Lookup<T> lookup_of(const char* op, const Tensor& tokens, const Tensor& weight,
                     const std::optional<Tensor>& positions,
                     const std::optional<Tensor>& position_weight, double scale, double p,
                     const Tensor& rng, int64_t site) {
-  return {.tokens = Indices(tokens),
-          .positions = Indices(positions.has_value() ? *positions : tokens),
-          .words = table_of<T>(op, weight),
-          .places = position_weight.has_value() ? table_of<T>(op, *position_weight) : Table<T>{},
-          .scale = static_cast<float>(scale),
-          .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
-          .rows = tokens.size(0),
-          .columns = weight.size(1)};
-}
-
-void check_lookup(const char* op, const Tensor& weight,
-                  const std::optional<Tensor>& position_weight, const Tensor& rng) {
-  check_rows(op, "weight", weight);
-  check_optional_rows(op, "position_weight", position_weight);
-  require(rng.is_contiguous(), op, ": rng must be contiguous");
+  return {
+      .tokens = Indices(tokens),
+      .positions = Indices(positions.has_value() ? *positions : tokens),
+      .words = table_of<T>(op, "weight", weight),
+      .places = position_weight ? table_of<T>(op, "position_weight", *position_weight) : Table<T>{},
+      .scale = static_cast<float>(scale),
+      .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
+      .rows = tokens.size(0),
+      .columns = weight.size(1)};
 }
 
 std::tuple<Tensor, Tensor> embedding_fwd(const Tensor& tokens, const Tensor& weight,
@@ -280,29 +263,23 @@ std::tuple<Tensor, Tensor> embedding_fwd(const Tensor& tokens, const Tensor& wei
                                          std::optional<Tensor> cast_amax,
                                          std::optional<Tensor> cast_saturated) {
   constexpr const char* op = "embedding_fwd";
-  check_lookup(op, weight, position_weight, rng);
   const int64_t rows = tokens.size(0), columns = weight.size(1);
   const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
   const CastResults results = allocate_cast(weight, rows, columns, scalars, CastOf::kValues);
   Tensor y = allocate(weight, {rows, columns});
-  const int32_t device = weight.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(weight.get_device());
   dispatch_float(weight.scalar_type(), "embedding_fwd: weight", [&](auto zero) {
     using T = decltype(zero);
-    if (y.numel() == 0) return;
     const Lookup<T> lookup =
         lookup_of<T>(op, tokens, weight, positions, position_weight, scale, p, rng, site);
+    if (y.numel() == 0) return;
     const dim3 grid(blocks_for(rows, kWarps * kTokens), blocks_for(columns, kSlab));
     dispatch_cast<T>(results.cast, [&](auto is_cast) {
       constexpr bool kCasts = decltype(is_cast)::value;
       const auto kernel =
           p > 0.0 ? embedding_fwd_kernel<T, true, kCasts> : embedding_fwd_kernel<T, false, kCasts>;
-      launch({.op = op,
-              .grid = grid,
-              .block = kBlock,
-              .stream = current_stream(device),
-              .dependent = true},
-             kernel, lookup, static_cast<T*>(y.mutable_data_ptr()), results.cast);
+      launch({.op = op, .grid = grid, .block = kBlock, .dependent = true}, kernel, lookup,
+             output_of<T>(y), results.cast);
     });
   });
   return {y, results.values};
@@ -315,9 +292,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
     std::optional<Tensor> cast_scale, std::optional<Tensor> cast_amax,
     std::optional<Tensor> cast_saturated) {
   constexpr const char* op = "embedding_layer_norm_fwd";
-  check_lookup(op, weight, position_weight, rng);
-  check_rows(op, "gamma", gamma);
-  check_rows(op, "beta", beta);
   const int64_t rows = tokens.size(0), columns = weight.size(1);
   const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
   const CastResults results = allocate_cast(weight, rows, columns, scalars, CastOf::kValues);
@@ -325,15 +299,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
   Tensor y = allocate(weight, {rows, columns});
   Tensor mean = allocate(weight, {rows}, ScalarType::Float);
   Tensor rstd = allocate(weight, {rows}, ScalarType::Float);
-  const int32_t device = weight.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(weight.get_device());
   dispatch_float(weight.scalar_type(), "embedding_layer_norm_fwd: weight", [&](auto zero) {
     using T = decltype(zero);
-    if (y.numel() == 0) return;
     const Lookup<T> lookup =
         lookup_of<T>(op, tokens, weight, positions, position_weight, scale, p, rng, site);
-    const Norm<T> norm{.gamma = static_cast<const T*>(gamma.const_data_ptr()),
-                       .beta = static_cast<const T*>(beta.const_data_ptr()),
+    check_rows(op, "gamma", gamma);
+    check_rows(op, "beta", beta);
+    if (y.numel() == 0) return;
+    const Norm<T> norm{.gamma = data_of<T>(gamma),
+                       .beta = data_of<T>(beta),
                        .mean = mean.mutable_data_ptr<float>(),
                        .rstd = rstd.mutable_data_ptr<float>(),
                        .inverse = 1.0f / static_cast<float>(columns),
@@ -342,12 +317,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
       using S = decltype(shape);
       dispatch_cast<T>(results.cast, [&](auto is_cast) {
         launch({.op = op,
-                .grid = static_cast<unsigned>(blocks_for(rows, S::kTeams)),
+                .grid = dim3(blocks_for(rows, S::kTeams)),
                 .block = dim3(S::kThreads, S::kTeams),
-                .stream = current_stream(device),
                 .dependent = true},
                embedding_layer_norm_fwd_kernel<T, S, decltype(is_cast)::value>, lookup, norm,
-               static_cast<T*>(y.mutable_data_ptr()), results.cast);
+               output_of<T>(y), results.cast);
       });
     });
   });

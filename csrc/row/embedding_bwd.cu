@@ -19,18 +19,12 @@
 // block adds the parts of its warps in shared memory; if a segment extends over several blocks, the
 // last of them to finish adds all their parts, through global memory.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/launch.cuh"
-#include "common/optional.h"
 #include "common/ptx/async_copy.cuh"
 #include "common/reduce.cuh"
 #include "row/embedding_sort.cuh"
@@ -40,8 +34,6 @@ namespace {
 
 using embedding::Place;
 using embedding::Sort;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int kWarps = 8;  // per block
 constexpr int kBlock = kWarp * kWarps;
@@ -260,7 +252,7 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 2 ? 4 : 3)
 // table[indices[t]] (+)= scale * dropout'(dy[t]) for all tokens t, except in the row `excluded`.
 template <typename T>
 void add_to_table(const char* op, Gradients<T> g, const Tensor& indices, Tensor table, double scale,
-                  int64_t excluded, cudaStream_t stream) {
+                  int64_t excluded) {
   const int64_t tokens = indices.size(0), columns = table.size(1);
   if (table.numel() == 0) return;
   if (tokens == 0) {
@@ -289,13 +281,11 @@ void add_to_table(const char* op, Gradients<T> g, const Tensor& indices, Tensor 
   sort.table = g.accumulate ? nullptr : static_cast<char*>(g.table);
   sort.table_stride = g.table_stride * size;
   sort.row_bytes = columns * size;
-  sort_tokens(sort, stream);
+  sort_tokens(sort);
   // Test the scale, not the threshold: if 0 < p <= 2^-17, nothing is dropped, but dy is scaled.
   const auto kernel =
       g.dropout.scale != 1.0f ? embedding_sum_kernel<T, true> : embedding_sum_kernel<T, false>;
-  launch(
-      {.op = op, .grid = static_cast<unsigned>(spans * slabs), .block = kBlock, .stream = stream},
-      kernel, sort, g);
+  launch({.op = op, .grid = dim3(spans * slabs), .block = kBlock}, kernel, sort, g);
 }
 
 void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<Tensor>& positions,
@@ -304,7 +294,6 @@ void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<T
                    bool accumulate) {
   const char* const op = "embedding_bwd";
   check_rows(op, "dy", dy);
-  require(rng.is_contiguous(), op, ": rng must be contiguous");
   const auto check_table = [&](const char* name, const std::optional<Tensor>& table) {
     check_optional_rows(op, name, table);
     require(!table.has_value() || table->scalar_type() != ScalarType::Double, op, ": ", name,
@@ -312,21 +301,19 @@ void embedding_bwd(const Tensor& dy, const Tensor& tokens, const std::optional<T
   };
   check_table("dweight", dweight);
   check_table("dposition_weight", dposition_weight);
-  const int32_t device = dy.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const cudaStream_t stream = current_stream(device);
+  const DeviceGuard guard(dy.get_device());
   dispatch_float(dy.scalar_type(), "embedding_bwd: dy", [&](auto zero) {
     using T = decltype(zero);
-    const Gradients<T> gradients{.dy = static_cast<const T*>(dy.const_data_ptr()),
+    const Gradients<T> gradients{.dy = data_of<T>(dy),
                                  .dy_stride = dy.stride(0),
                                  .columns = dy.size(1),
                                  .dropout = DropoutFactors(rng.const_data_ptr<int64_t>(), site, p),
                                  .accumulate = accumulate};
     if (dposition_weight.has_value()) {
-      add_to_table(op, gradients, *positions, *dposition_weight, 1.0, -1, stream);
+      add_to_table(op, gradients, *positions, *dposition_weight, 1.0, -1);
     }
     if (dweight.has_value()) {
-      add_to_table(op, gradients, tokens, *dweight, scale, padding_idx, stream);
+      add_to_table(op, gradients, tokens, *dweight, scale, padding_idx);
     }
   });
 }

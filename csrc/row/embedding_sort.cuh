@@ -185,15 +185,14 @@ static __global__ void __launch_bounds__(kSortBlock)
 }
 
 // Launches the sort; chooses p.share and p.owner_shift.
-inline void sort_tokens(Sort p, cudaStream_t stream) {
+inline void sort_tokens(Sort p) {
   p.share = static_cast<int>(blocks_for(p.tokens, kSortBlock)) * kWarp;
   p.owner_shift = kLeastOwnerShift;
   while (static_cast<int64_t>(kMostOwned) << p.owner_shift < p.vocabulary) ++p.owner_shift;
   launch({.op = "embedding_bwd",
           .grid = 1u << p.owner_shift,
           .block = kSortBlock,
-          .shared = kSortWarps * kMostOwned * sizeof(int),
-          .stream = stream},
+          .shared = kSortWarps * kMostOwned * sizeof(int)},
          embedding_sort_kernel, p);
 }
 

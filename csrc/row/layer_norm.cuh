@@ -11,9 +11,6 @@
 // because it stores their transpose.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
 
@@ -21,7 +18,6 @@
 #include "common/columns.cuh"
 #include "common/device.h"
 #include "common/fp8_cast.cuh"
-#include "common/occupancy.h"
 #include "common/ptx/async_copy.cuh"
 #include "common/reduce.cuh"
 
@@ -73,7 +69,7 @@ inline void check_width(const char* op, int64_t columns) {
 }
 
 // A tensor like x, or an empty one if the output does not exist.
-inline torch::stable::Tensor empty_rows(const torch::stable::Tensor& x, bool exists) {
+inline Tensor empty_rows(const Tensor& x, bool exists) {
   return exists ? allocate(x, {x.size(0), x.size(1)}) : allocate(x, {0});
 }
 

@@ -17,15 +17,9 @@
 // memory, in one store after a fence. If the host sees this report, all results of the step are
 // complete.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <utility>
 
 #include "common/check.h"
 #include "common/launch.cuh"
@@ -54,8 +48,6 @@ struct Advance {
   float diversity;
   double length_penalty;
 };
-
-// ---- kernel ----
 
 // State of a block, in shared memory. The candidates are there, too: scores [beam, width], then
 // tokens [beam, width].
@@ -286,8 +278,6 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
   finish(p, step);
 }
 
-// ---- launcher ----
-
 // The device address of the reports, which are in host memory.
 uint64_t* reports_of(const char* op, const Tensor& reports) {
   cudaPointerAttributes memory{};
@@ -308,38 +298,31 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                   double length_penalty) {
   constexpr const char* kOp = "beam_advance";
   require(beam <= kMaxBeam, kOp, ": beam must be at most ", kMaxBeam, " on a GPU, got ", beam);
-  const std::pair<const char*, const Tensor&> all[] = {{"candidate_scores", candidate_scores},
-                                                       {"candidate_tokens", candidate_tokens},
-                                                       {"progress", progress},
-                                                       {"sentences", sentences},
-                                                       {"tokens", tokens},
-                                                       {"scores", scores},
-                                                       {"ancestry", ancestry},
-                                                       {"past_tokens", past_tokens},
-                                                       {"past_scores", past_scores},
-                                                       {"hypothesis_tokens", hypothesis_tokens},
-                                                       {"hypothesis_scores", hypothesis_scores},
-                                                       {"lengths", lengths},
-                                                       {"totals", totals},
-                                                       {"reports", reports}};
-  for (const auto& [name, x] : all) {
+  const auto contiguous = [&](const char* name, const Tensor& x) -> const Tensor& {
     require(x.is_contiguous(), kOp, ": ", name, " must be contiguous");
-  }
+    return x;
+  };
+  const auto ints = [&](const char* name, const Tensor& x) {
+    return contiguous(name, x).mutable_data_ptr<int>();
+  };
+  const auto floats = [&](const char* name, const Tensor& x) {
+    return contiguous(name, x).mutable_data_ptr<float>();
+  };
   const int64_t slots = sentences.size(0), width = candidate_scores.size(1);
-  const Advance params{.candidate_scores = candidate_scores.const_data_ptr<float>(),
-                       .candidate_tokens = candidate_tokens.const_data_ptr<int>(),
-                       .progress = progress.mutable_data_ptr<int>(),
-                       .sentences = sentences.mutable_data_ptr<int>(),
-                       .tokens = tokens.mutable_data_ptr<int>(),
-                       .ancestry = ancestry.mutable_data_ptr<int>(),
-                       .past_tokens = past_tokens.mutable_data_ptr<int>(),
-                       .hypothesis_tokens = hypothesis_tokens.mutable_data_ptr<int>(),
-                       .lengths = lengths.mutable_data_ptr<int>(),
-                       .scores = scores.mutable_data_ptr<float>(),
-                       .past_scores = past_scores.mutable_data_ptr<float>(),
-                       .hypothesis_scores = hypothesis_scores.mutable_data_ptr<float>(),
-                       .totals = totals.mutable_data_ptr<float>(),
-                       .reports = reports_of(kOp, reports),
+  const Advance params{.candidate_scores = floats("candidate_scores", candidate_scores),
+                       .candidate_tokens = ints("candidate_tokens", candidate_tokens),
+                       .progress = ints("progress", progress),
+                       .sentences = ints("sentences", sentences),
+                       .tokens = ints("tokens", tokens),
+                       .ancestry = ints("ancestry", ancestry),
+                       .past_tokens = ints("past_tokens", past_tokens),
+                       .hypothesis_tokens = ints("hypothesis_tokens", hypothesis_tokens),
+                       .lengths = ints("lengths", lengths),
+                       .scores = floats("scores", scores),
+                       .past_scores = floats("past_scores", past_scores),
+                       .hypothesis_scores = floats("hypothesis_scores", hypothesis_scores),
+                       .totals = floats("totals", totals),
+                       .reports = reports_of(kOp, contiguous("reports", reports)),
                        .memory_rows = ancestry.size(1),
                        .positions = static_cast<int>(ancestry.size(0)),
                        .slots = static_cast<int>(slots),
@@ -349,13 +332,11 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                        .eos = static_cast<int>(eos),
                        .diversity = static_cast<float>(diversity),
                        .length_penalty = length_penalty};
-  const int32_t device = progress.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(progress.get_device());
   launch({.op = kOp,
-          .grid = static_cast<unsigned>(std::max<int64_t>(1, slots)),
+          .grid = dim3(std::max<int64_t>(1, slots)),
           .block = kThreads,
           .shared = beam * width * (sizeof(float) + sizeof(int)),
-          .stream = current_stream(device),
           .dependent = true},
          beam_advance_kernel, params);
 }

@@ -24,17 +24,12 @@
 // many tokens reach the bound (equal logits), the `count`-th best of the listed keys becomes the
 // new bound, and the block repeats steps 3 and 4.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <tuple>
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/launch.cuh"
-#include "common/occupancy.h"
 #include "common/ptx/cluster.cuh"
 #include "search/beam_search.cuh"
 
@@ -51,8 +46,6 @@ constexpr int kListed = 1024;   // size of the list of keys
 // block has at least kPart tokens, and `count` is at most kMaxCount / 4.
 constexpr int kFewBlocks = 2;
 constexpr int kPart = 1024;
-
-// ---- kernel ----
 
 __device__ __forceinline__ Key key_of(float total, int token) {
   return static_cast<Key>(ordered(total)) << 32 | ~static_cast<uint32_t>(token);
@@ -279,25 +272,18 @@ __global__ void LIGHTSEQ_CLUSTER(kMaxCluster) __launch_bounds__(kThreads, 768 / 
   find_candidates<T, kThreads, 4, kMaxCluster>(logits, scores, rules, groups, output);
 }
 
-// ---- launcher ----
-
 std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& scores,
                                            const Tensor& progress, int64_t count, int64_t pad,
                                            int64_t eos, int64_t unk, int64_t min_len,
                                            double unk_penalty, double temperature) {
   constexpr const char* kOp = "beam_candidates";
   const int64_t rows = logits.size(0), classes = logits.size(1);
-  const Rules rules = rules_of(kOp, logits, scores, progress,
-                               {.pad = pad,
-                                .eos = eos,
-                                .unk = unk,
-                                .min_len = min_len,
-                                .unk_penalty = unk_penalty,
-                                .temperature = temperature});
+  const Rules rules =
+      rules_of(kOp, logits, scores, progress, pad, eos, unk, min_len, unk_penalty, temperature);
   require(count >= 1 && count < classes && count <= kMaxCount, kOp, ": count must be 1 to ",
           kMaxCount, " and below V on a GPU, got ", count);
   const int32_t device = logits.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(device);
   Tensor best_scores = allocate(logits, {rows, count}, ScalarType::Float);
   Tensor best_tokens = allocate(logits, {rows, count}, ScalarType::Int);
   dispatch_float(logits.scalar_type(), "beam_candidates: logits", [&](auto zero) {
@@ -305,12 +291,11 @@ std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& s
     if (rows == 0) return;
     const auto start = [&](auto kernel, int threads, int64_t blocks) {
       launch({.op = kOp,
-              .grid = static_cast<unsigned>(blocks),
+              .grid = dim3(blocks),
               .block = static_cast<unsigned>(threads),
-              .stream = current_stream(device),
               .dependent = true},
              kernel,
-             Logits<T>{.data = static_cast<const T*>(logits.const_data_ptr()),
+             Logits<T>{.data = data_of<T>(logits),
                        .stride = logits.stride(0),
                        .classes = static_cast<int>(classes)},
              scores.const_data_ptr<float>(), rules,

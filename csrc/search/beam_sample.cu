@@ -17,11 +17,6 @@
 //
 // A block processes a row. In the last pass, each thread has a range of adjacent tokens.
 
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <tuple>
 
@@ -36,8 +31,6 @@ namespace {
 using namespace beam_search;
 
 constexpr int kThreads = 512, kLoads = 4;
-
-// ---- kernel ----
 
 struct Sampling {
   const int64_t* rng;
@@ -194,8 +187,6 @@ __global__ void __launch_bounds__(kThreads)
   totals[blockIdx.x] = drawn < 0 ? -INFINITY : l + score;
 }
 
-// ---- launcher ----
-
 std::tuple<Tensor, Tensor> beam_sample(const Tensor& logits, const Tensor& scores,
                                        const Tensor& sentences, const Tensor& progress,
                                        const Tensor& rng, int64_t beam, int64_t topk, double topp,
@@ -203,17 +194,11 @@ std::tuple<Tensor, Tensor> beam_sample(const Tensor& logits, const Tensor& score
                                        double unk_penalty, double temperature) {
   constexpr const char* kOp = "beam_sample";
   const int64_t rows = logits.size(0), classes = logits.size(1);
-  const Rules rules = rules_of(kOp, logits, scores, progress,
-                               {.pad = pad,
-                                .eos = eos,
-                                .unk = unk,
-                                .min_len = min_len,
-                                .unk_penalty = unk_penalty,
-                                .temperature = temperature});
+  const Rules rules =
+      rules_of(kOp, logits, scores, progress, pad, eos, unk, min_len, unk_penalty, temperature);
   require(sentences.is_contiguous() && rng.is_contiguous(), kOp,
           ": sentences and rng must be contiguous");
-  const int32_t device = logits.get_device();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  const DeviceGuard guard(logits.get_device());
   Tensor totals = allocate(logits, {rows, 1}, ScalarType::Float);
   Tensor tokens = allocate(logits, {rows, 1}, ScalarType::Int);
   dispatch_float(logits.scalar_type(), "beam_sample: logits", [&](auto zero) {
@@ -224,14 +209,10 @@ std::tuple<Tensor, Tensor> beam_sample(const Tensor& logits, const Tensor& score
                             .beam = static_cast<int>(beam),
                             .topk = static_cast<int>(topk),
                             .topp = static_cast<float>(topp)};
-    launch({.op = kOp,
-            .grid = static_cast<unsigned>(rows),
-            .block = kThreads,
-            .stream = current_stream(device),
-            .dependent = true},
-           beam_sample_kernel<T>, static_cast<const T*>(logits.const_data_ptr()), logits.stride(0),
-           static_cast<int>(classes), scores.const_data_ptr<float>(), rules, sampling,
-           totals.mutable_data_ptr<float>(), tokens.mutable_data_ptr<int>());
+    launch({.op = kOp, .grid = dim3(rows), .block = kThreads, .dependent = true},
+           beam_sample_kernel<T>, data_of<T>(logits), logits.stride(0), static_cast<int>(classes),
+           scores.const_data_ptr<float>(), rules, sampling, totals.mutable_data_ptr<float>(),
+           tokens.mutable_data_ptr<int>());
   });
   return {totals, tokens};
 }

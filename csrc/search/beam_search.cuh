@@ -18,9 +18,6 @@
 
 namespace lightseq::beam_search {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int kSize = kColumnsPerDraw;  // logits per load
 constexpr float kFloor = -1e30f;        // initial maximum; finite, so that exp(-inf - kFloor) is 0
 
@@ -62,23 +59,6 @@ struct Step {
   __device__ __forceinline__ float apply(int token, float l) const {
     return forbids(token) ? -INFINITY : token == unk ? l - unk_penalty : l;
   }
-};
-
-// exp((x - shift) / temperature). For 16-bit logits in two instructions, as in
-// row/cross_entropy.cu.
-template <typename T>
-class Exponential {
- public:
-  __device__ __forceinline__ Exponential(float shift, float rate)
-      : rate_(kExact ? rate : rate * kLog2E), shift_(kExact ? shift : -shift * rate_) {}
-  __device__ __forceinline__ float operator()(float x) const {
-    if constexpr (kExact) return expf((x - shift_) * rate_);
-    return exp2_approximate(fmaf(x, rate_, shift_));
-  }
-
- private:
-  static constexpr bool kExact = std::is_same_v<T, float>;
-  float rate_, shift_;
 };
 
 // log_softmax of a row; NaN becomes -inf. log_sum is NaN if the row has a NaN or +inf, or only
@@ -165,30 +145,24 @@ __device__ __forceinline__ float from_ordered(uint32_t x) {
   return __uint_as_float(x >> 31 ? x & 0x7fffffffu : ~x);
 }
 
-// The rules as given in the op's arguments.
-struct GivenRules {
-  int64_t pad, eos, unk, min_len;
-  double unk_penalty, temperature;
-};
-
 inline Rules rules_of(const char* op, const Tensor& logits, const Tensor& scores,
-                      const Tensor& progress, const GivenRules& given) {
+                      const Tensor& progress, int64_t pad, int64_t eos, int64_t unk,
+                      int64_t min_len, double unk_penalty, double temperature) {
   require(logits.size(1) <= INT32_MAX - kSize, op, ": V must be below 2^31, got ", logits.size(1));
-  require(logits.stride(1) == 1, op, ": logits must be contiguous in the last dimension");
   require(scores.is_contiguous() && progress.is_contiguous(), op,
           ": scores and progress must be contiguous");
-  require(given.temperature > 0.0, op, ": temperature must be positive, got ", given.temperature);
-  for (const int64_t token : {given.pad, given.eos, given.unk}) {
+  require(temperature > 0.0, op, ": temperature must be positive, got ", temperature);
+  for (const int64_t token : {pad, eos, unk}) {
     require(token >= 0 && token < logits.size(1), op, ": pad, eos and unk must be in [0, V), got ",
             token);
   }
   return {.progress = progress.const_data_ptr<int>(),
-          .pad = static_cast<int>(given.pad),
-          .eos = static_cast<int>(given.eos),
-          .unk = static_cast<int>(given.unk),
-          .min_len = static_cast<int>(given.min_len),
-          .unk_penalty = static_cast<float>(given.unk_penalty),
-          .temperature = static_cast<float>(given.temperature)};
+          .pad = static_cast<int>(pad),
+          .eos = static_cast<int>(eos),
+          .unk = static_cast<int>(unk),
+          .min_len = static_cast<int>(min_len),
+          .unk_penalty = static_cast<float>(unk_penalty),
+          .temperature = static_cast<float>(temperature)};
 }
 
 }  // namespace lightseq::beam_search

@@ -48,7 +48,7 @@ class ActivationLinearBwd(NamedTuple):
     follows from x, and is 1 where x is NaN. p: dropout probability.
     dweight: [N, K]. dbias: [K].
     bias: [K], the bias within z, or None. Where bias is NaN, dbias becomes NaN: the kernel of
-    forward may have turned that NaN into 0 in x (see `linear.linear_fwd`). With a cast it is not
+    forward may have turned that NaN into 0 in x (see csrc/linear/nan.cuh). With a cast it is not
     read.
     """
 

@@ -1,4 +1,4 @@
-"""Linear layer: y = x weight^T + bias, optionally with relu.
+"""Linear layer: y = x weight^T + bias.
 
 Backward: dx (+)= dy weight,  dweight (+)= dy^T x,  dbias (+)= column sum of dy. The GEMMs write
 into the caller's buffers directly, also when they accumulate.
@@ -28,34 +28,27 @@ from .registry import Written, define
 
 
 class LinearFwd(NamedTuple):
-    """y [T, N] = x weight^T + bias, or relu of that.
+    """y [T, N] = x weight^T + bias.
 
     x: [T, K]. weight: [N, K]. bias: [N] or None. All of one dtype; or x and weight are `Quantised`,
-    bias and y are bfloat16, and relu is False.
-    relu: its derivative is 1 where y > 0, else 0. A NaN may become 0 on a GPU, see
-    csrc/linear/nan.cuh.
+    and bias and y are bfloat16.
     """
 
     x: Operand
     weight: Operand
     bias: Tensor | None
-    relu: bool = False
 
     def check(self, op: str) -> None:
-        x, weight, bias, relu = self
+        x, weight, bias = self
         _, outputs = check_forward(op, x, weight)
         if bias is not None:
             check_tensor(op, "bias", bias, (outputs,), (result_dtype(x),), matrix(x))
-        if relu and isinstance(x, Quantised):
-            raise ValueError(f"{op}: relu must be False in fp8")
 
     def shape(self) -> Tensor:
         return empty_product(self.x, self.weight)
 
     def reference(self) -> Tensor:
-        x, weight, bias, relu = self
-        y = product(x, weight, bias)
-        return (y.relu_() if relu else y).to(result_dtype(x))
+        return product(self.x, self.weight, self.bias).to(result_dtype(self.x))
 
 
 linear_fwd = define("linear_fwd", LinearFwd)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightseq_fairseq import ops
 
-from .case import Case, Formula, Make, Run, Sizes, without_autograd
+from .case import SITE, Case, Formula, Make, Run, Sizes, without_autograd
 
 
 def linear(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
@@ -42,6 +42,7 @@ def linear_layer(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
     fc1_w, fc1_b = make.leaf(f, c, scale=c**-0.5), make.leaf(f)
     fc2_w = make.leaf(c, f, scale=f**-0.5)
     leaves = (x, qkv_w, qkv_b, a, out_w, y, fc1_w, fc1_b, fc2_w)
+    dropout = ops.Dropout(0.0, make.rng(), SITE)
     dqkv, dout, dz = make.rows(tokens, 3 * c), make.rows(tokens, c), make.rows(tokens, c)
 
     def formula(
@@ -53,7 +54,8 @@ def linear_layer(sizes: Sizes, tokens: int, make: Make) -> Iterator[Case]:
         return qkv, functional.linear(a, out_w), functional.linear(h, fc2_w)
 
     def hidden() -> Tensor:
-        return ops.linear_fwd(y, fc1_w, fc1_b, relu=True)
+        h, *_ = ops.linear_activation_fwd(y, fc1_w, fc1_b, "relu", dropout, need_slope=False)
+        return h
 
     def forward() -> tuple[Tensor, ...]:
         qkv, out = ops.linear_fwd(x, qkv_w, qkv_b), ops.linear_fwd(a, out_w, None)

@@ -49,6 +49,12 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device="cuda")
 
 
+def positive_part(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """relu of the product, which computes it in its epilogue."""
+    dropout = ops.Dropout(0.0, make_rng(device=x.device), 1)
+    return ops.linear_activation_fwd(x, weight, bias, "relu", dropout, need_slope=False)[0]
+
+
 def gradients(
     k: int, n: int, kind: torch.dtype, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -196,8 +202,11 @@ class Chain:
         results = [x]
         for place in range(0, len(weights), 3):
             for number in (place, place + 1, place + 2):
-                bias = self.biases[1 + number]
-                x = ops.linear_fwd(x, weights[number], bias, relu=number % 3 == 1)
+                operands = x, weights[number], self.biases[1 + number]
+                if number % 3 == 1:
+                    x, *_ = ops.linear_activation_fwd(*operands, "relu", dropout, need_slope=False)
+                else:
+                    x = ops.linear_fwd(*operands)
                 results.append(x)
             stream, x = self.close(x, stream)
             results.append(x)

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.linear_cases import Chain, assert_replays_have_new_weights, captured, drawn, inside
+from helpers.linear_cases import (
+    Chain,
+    assert_replays_have_new_weights,
+    captured,
+    drawn,
+    inside,
+    positive_part,
+)
 from helpers.ops_testing import assert_as_good_as, poison_cache
 from torch.nn import functional
 
@@ -47,7 +54,7 @@ def products(sizes: list[tuple[int, int]], dtype: torch.dtype) -> None:
             y = ops.linear_fwd(wide_x, wide_weight, bias)
             plain, exact = functional.linear(x, weight, bias), exact + bias.double()
             assert_as_good_as(y, plain, exact, f"{what}, bias")
-            y = ops.linear_fwd(wide_x, weight, bias, relu=True)
+            y = positive_part(wide_x, weight, bias)
             assert_as_good_as(y, plain.relu(), exact.relu(), f"{what}, positive part")
             assert y.ge(0).all()
 

@@ -61,22 +61,10 @@ __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t pair) {
   return transposed;
 }
 
-// Packs two numbers as 16-bit T into one register.
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float first, float second) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(first, second);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-}
-
 template <typename T>
 __device__ __forceinline__ void store_pair(T* to, float first, float second) {
   if constexpr (sizeof(T) == 2) {
-    *reinterpret_cast<uint32_t*>(to) = pack<T>(first, second);
+    *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(first, second);
   } else {
     *reinterpret_cast<float2*>(to) = {first, second};
   }
@@ -91,8 +79,8 @@ __device__ __forceinline__ void store_fragments(T* to, const float (&left)[4],
     to += threadIdx.x % 16 * kRow + threadIdx.x % kWarp / 16 * 8;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
                      shared_address(to)),
-                 "r"(pack<T>(left[0], left[1])), "r"(pack<T>(left[2], left[3])),
-                 "r"(pack<T>(right[0], right[1])), "r"(pack<T>(right[2], right[3]))
+                 "r"(pack_pair<T>(left[0], left[1])), "r"(pack_pair<T>(left[2], left[3])),
+                 "r"(pack_pair<T>(right[0], right[1])), "r"(pack_pair<T>(right[2], right[3]))
                  : "memory");
     return;
   }
@@ -209,7 +197,7 @@ __device__ __forceinline__ void multiply_nn(float (&c)[kWidth / 8][4], const flo
       uint32_t left[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        left[i] = pack<T>(p[k + i / 2][i % 2 * 2], p[k + i / 2][i % 2 * 2 + 1]);
+        left[i] = pack_pair<T>(p[k + i / 2][i % 2 * 2], p[k + i / 2][i % 2 * 2 + 1]);
       }
 #pragma unroll
       for (int n = 0; n < kWidth / 8; n += 2) {

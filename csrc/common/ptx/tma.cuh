@@ -5,7 +5,6 @@
 
 #include <cuda.h>
 #include <cuda_runtime.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 
@@ -21,9 +20,8 @@ constexpr int kSwizzleColumns = kSwizzleBytes / 2;  // 16-bit numbers of a box's
 // Tensor map of 16-bit numbers or bytes; the arrays begin with the innermost dimension, strides (in
 // bytes) with the second one. Outside of the tensor, loads give zeros and stores write nothing.
 template <int kRank>
-CUtensorMap tensor_map_of(const void* data, torch::headeronly::ScalarType type,
-                          const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
-                          const cuuint32_t (&box)[kRank]) {
+CUtensorMap tensor_map_of(const void* data, ScalarType type, const cuuint64_t (&sizes)[kRank],
+                          const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* function = nullptr;
@@ -38,7 +36,6 @@ CUtensorMap tensor_map_of(const void* data, torch::headeronly::ScalarType type,
             "lightseq: the NVIDIA driver has no cuTensorMapEncodeTiled; install a newer driver");
     return reinterpret_cast<Encode>(function);
   }();
-  using torch::headeronly::ScalarType;
   const bool bytes = type == ScalarType::Byte || type == ScalarType::Float8_e4m3fn;
   const CUtensorMapDataType numbers = bytes                      ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                       : type == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
