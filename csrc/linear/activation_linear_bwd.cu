@@ -62,15 +62,15 @@ struct Tiles {
   Tile slope;  // or x; then dz. Bytes are in its second half
   TileStages stages;
   Mbarrier slope_full, dz_full, dz_summed;
-
-  __device__ __forceinline__ void init() {
-    slope_full.init(1);
-    dz_full.init(kConsumerWarps * kWarp);
-    dz_summed.init(kSumWarps * kWarp);
-  }
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
+
+__device__ __forceinline__ void init(Tiles& tiles) {
+  tiles.slope_full.init(1);
+  tiles.dz_full.init(kConsumerWarps * kWarp);
+  tiles.dz_summed.init(kSumWarps * kWarp);
+}
 
 // Whether T's slopes are bytes. Then two of a tile's boxes have them, with kSwizzleBytes columns
 // each.

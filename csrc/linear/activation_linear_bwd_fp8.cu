@@ -49,14 +49,14 @@ struct Tiles {
   TileStages stages;
   float sums[kConsumerWarps][kTileColumns];  // column sums of the warps' rows
   Mbarrier given, full;  // given: also that results and sums of the tile before have been read
-
-  __device__ __forceinline__ void init() {
-    given.init(kWarp);
-    full.init(kConsumerWarps * kWarp);
-  }
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
+
+__device__ __forceinline__ void init(Tiles& tiles) {
+  tiles.given.init(kWarp);
+  tiles.full.init(kConsumerWarps * kWarp);
+}
 
 // By one warp.
 template <bool kSlope>

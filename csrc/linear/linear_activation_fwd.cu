@@ -58,11 +58,11 @@ struct Tiles {
   Tile z;
   uint16_t bias[kConsumerWarps][kTileColumns];
   TileStages stages;
-
-  __device__ __forceinline__ void init() {}
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
+
+__device__ __forceinline__ void init(Tiles&) {}
 
 constexpr int kWarpRows = kTileRows / kConsumerWarps;
 static_assert(kTileColumns == kWarp * kColumnsPerDraw, "a lane has eight columns of a row");

@@ -47,14 +47,14 @@ struct Tiles {
   CastTiles cast;
   TileStages stages;
   Mbarrier full, empty;  // of the cast
-
-  __device__ __forceinline__ void init() {
-    full.init(kConsumerWarps * kWarp);
-    empty.init(1);
-  }
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
+
+__device__ __forceinline__ void init(Tiles& tiles) {
+  tiles.full.init(kConsumerWarps * kWarp);
+  tiles.empty.init(1);
+}
 
 __device__ __forceinline__ void store_results(const Params& p, Tiles& tiles) {
   uint32_t parity = 0;

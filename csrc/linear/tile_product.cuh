@@ -206,7 +206,7 @@ __device__ __forceinline__ void run_warpgroups(Consume&& consume, Load&& load) {
   Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
   if (threadIdx.x == 0) {
     tiles.stages.init();
-    tiles.init();
+    init(tiles);
     fence_mbarrier_init();
   }
   cluster_sync();
