@@ -78,9 +78,12 @@ RANKS = """
 # A refused choice of a setting that is otherwise not refused; settings that use fairseq's layers.
 NOT_WITH_OURS = ("--ddp-backend fully_sharded",)
 OTHER_LAYERS = ("--retain-dropout",)
-_MUST_EXIST = "a file that does not exist is refused, where fairseq trains from scratch"
+_BEGINS = (
+    "the model has the sizes of the file; a file that does not exist is refused, where fairseq "
+    "trains from scratch"
+)
 NOTES = {
-    **dict.fromkeys(("--restore-file", "--continue-once", "--finetune-from-model"), _MUST_EXIST),
+    **dict.fromkeys(("--restore-file", "--continue-once", "--finetune-from-model"), _BEGINS),
     "--sampling": "on a GPU it draws from fairseq's distributions, with other random numbers",
     "--arch": "one of the `ls_` archs; with another one: fallback",
     "--optimizer": "`ls_adam`; with another one: fallback; `composite` is refused",
