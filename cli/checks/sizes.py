@@ -55,20 +55,23 @@ def from_checkpoint(request: Request) -> None:
     Raises:
         UserError: a flag of the command sets another size.
     """
-    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+    from lightseq_fairseq.fairseq_compat.checkpoints import is_original_lightseq, settings_of
 
     args = request.args
     start, path = initial(args)
     if path is None or not registries.is_fused(args.arch):
         return
     checkpoint = saved(path)
+    model = checkpoint.get("model", {})
+    if is_original_lightseq(model):  # which is refused when it is loaded
+        return
     trained = settings_of(checkpoint, "model")
     arch = str(trained.get("arch") or trained.get("_name"))
     is_named = start != "--save-dir" or args.finetune_from_model is not None
     takes = is_named or args.arch.removeprefix(PREFIX) == arch.removeprefix(PREFIX)
     flags = {action.dest: action.option_strings for action in request.parser._actions}
     taken: dict[str, Any] = {}
-    for name, now, size in _differences(args, trained, checkpoint.get("model", {})):
+    for name, now, size in _differences(args, trained, model):
         flag = flag_of(name)
         if is_given(request.argv, flags.get(name, ())):
             otherwise = "start a new run in another --save-dir" if start == "--save-dir" else start

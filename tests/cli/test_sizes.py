@@ -51,9 +51,11 @@ class Trained:
         letters, classes, _ = roberta.binarise(folder / "roberta")
         self.data = {"pairs": data, "text": text, "letters": classes}
         self.paths = {name: folder / name / "checkpoint_last.pt" for name in MODELS}
+        self.first: dict[str, list[Any]] = {}
         for (name, (sizes, words, _)), first in zip(MODELS.items(), (data, text, letters)):
             native = ["--native"] * (name == "pairs")
-            succeed("train", first, *shlex.split(f"{words} {sizes}"), *RUN, "--dropout", "0.3",
+            self.first[name] = [first, *shlex.split(words)]
+            succeed("train", *self.first[name], *shlex.split(sizes), *RUN, "--dropout", "0.3",
                     "--save-dir", folder / name, *native)  # fmt: skip
         old = roberta.in_old_form(torch.load(self.paths["letters"], weights_only=False))
         self.paths["old_letters"] = folder / "old.pt"
@@ -107,14 +109,21 @@ def test_a_flag_that_contradicts_is_named(trained: Trained, line: str, sentence:
     assert matches(result.stderr, f"lightseq-train: error: {sentence}\n")
 
 
-def test_a_run_resumes_with_its_sizes(trained: Trained, tmp_path: Path) -> None:
-    folder = shutil.copytree(trained.paths["pairs"].parent, tmp_path / "run")
-    words = [trained.data["pairs"], *RUN, "--save-dir", folder, "--max-update", "3"]
-    result = run("train", *words, "--arch", "ls_transformer_tiny")
-    assert result.exit_code == 2 and "does not match checkpoint" in result.stderr
-    result = run("train", *words, "--arch", "ls_transformer")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_resumes_with_its_sizes(trained: Trained, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(trained.paths[name].parent, tmp_path / "run")
+    words = [*trained.first[name], *RUN, "--save-dir", folder, "--max-update", "3"]
+    result = run("train", *words)
     assert result.exit_code == 0, (result.output, result.exception)
     assert f"taken from {folder}/checkpoint_last.pt: " in result.stderr
+    assert "taken from" not in run("train", *words, *shlex.split(MODELS[name][0])).stderr
+
+
+def test_a_run_does_not_resume_with_another_arch(trained: Trained) -> None:
+    folder = trained.paths["pairs"].parent
+    words = [trained.data["pairs"], "--arch", "ls_transformer_tiny", *RUN, "--save-dir", folder]
+    result = run("train", *words)
+    assert result.exit_code == 2 and "does not match checkpoint" in result.stderr
 
 
 def test_native_takes_no_sizes(trained: Trained, tmp_path: Path) -> None:
