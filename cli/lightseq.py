@@ -1,4 +1,4 @@
-"""``lightseq``: lists all commands by job, and prints their completion for a shell."""
+"""``lightseq``: lists all commands by job, and makes Tab complete their words in a shell."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Overview(ByJob):
 def main(context: click.Context) -> None:
     """Train and use fairseq's Transformers, accelerated: the commands by job.
 
-    Each has --help. lightseq completion prints the completion of all commands for your shell.
+    Each has --help. To let Tab complete names and flags, see lightseq completion --help.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -73,7 +73,7 @@ def main(context: click.Context) -> None:
 @main.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion of all commands for a shell.
+    """Print what makes Tab complete all commands in a shell.
 
     \b
         lightseq completion bash >~/.lightseq-completion
