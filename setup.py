@@ -111,5 +111,5 @@ setup(
         "bdist_wheel": KernelWheel,
     },
     setup_requires=build_requires,
-    package_data={"lightseq_fairseq": package_files},
+    package_data={"lightseq_fairseq": package_files, "lightseq_fairseq.cli.words": ["*.json"]},
 )

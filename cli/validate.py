@@ -49,9 +49,9 @@ def _complete(words: list[str]) -> list[str]:
     candidates = _tasks(words) if given is None else (given,)
     trained: dict[str, Any] = {}
     if len(candidates) > 1 or candidates[0] in _SENTENCES:
-        from lightseq_fairseq.fairseq_compat.checkpoints import task_settings
+        from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
-        trained = task_settings(saved(defaults.value(words, ("--path",))))
+        trained = settings_of(saved(defaults.value(words, ("--path",))), "task")
     name = trained.get("_name") or trained.get("task")
     task = str(name) if name in candidates else candidates[0]
     if given is None:

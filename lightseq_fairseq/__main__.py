@@ -8,21 +8,11 @@ import sys
 
 import click
 
-from lightseq_fairseq.cli.start.commands import OneSentenceGroup, version
-
-COMMANDS = (
-    "preprocess", "train", "hydra-train", "validate", "eval-lm", "average", "generate",
-    "interactive", "score", "export", "import", "bench", "doctor",
-)  # fmt: skip
+from lightseq_fairseq.cli.lightseq import COMMANDS, ByJob, module_of
+from lightseq_fairseq.cli.start.commands import version
 
 
-def _module(command: str) -> str:
-    """The module of ``lightseq-<command>``; Python reserves the name import."""
-    module = command.replace("-", "_")
-    return f"lightseq_fairseq.cli.{module}{'_' if command == 'import' else ''}"
-
-
-class _Commands(OneSentenceGroup):
+class _Commands(ByJob):
     """Imports a command's module when the command is run or listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -31,7 +21,7 @@ class _Commands(OneSentenceGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(_module(cmd_name)).main
+        command: click.Command = importlib.import_module(module_of(cmd_name)).main
         return command
 
 
@@ -53,7 +43,7 @@ def main(context: click.Context) -> None:
     else:
         # Spawned ranks import the main module again, but not if its name ends in __main__. They
         # need the import: it registers this package's models with fairseq.
-        spec = importlib.util.find_spec(_module(context.invoked_subcommand))
+        spec = importlib.util.find_spec(module_of(context.invoked_subcommand))
         sys.modules["__main__"].__spec__ = spec
 
 

@@ -4,17 +4,20 @@
 
 The settings come from fairseq's own parsers: all settings of translation, and those that language
 models and RoBERTa add. The answers come from ``plugins.settings``.
-``--check`` writes nothing and fails if the file is out of date.
+It also writes cli/words/completions.json, the flags and names that shells complete.
+``--check`` writes nothing and fails if a file is out of date.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
+import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +37,10 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.base.families import LANGUAGE_MODEL, ROBERTA, TRANSLATION, Family, Task, named
 from lightseq_fairseq.cli import generate, train
 from lightseq_fairseq.cli.checks import flags
+from lightseq_fairseq.cli.words import command_lines, registries
 from lightseq_fairseq.cli.words.command_lines import actions_of
+from lightseq_fairseq.cli.words.completions import LIST
+from lightseq_fairseq.cli.words.defaults import flag_of
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import FALLBACK, HONOURED, REFUSED, SEVERAL_RANKS, UNREAD
 
@@ -78,9 +84,12 @@ RANKS = """
 # A refused choice of a setting that is otherwise not refused; settings that use fairseq's layers.
 NOT_WITH_OURS = ("--ddp-backend fully_sharded",)
 OTHER_LAYERS = ("--retain-dropout",)
-_MUST_EXIST = "a file that does not exist is refused, where fairseq trains from scratch"
+_BEGINS = (
+    "the model has the sizes of the file; a file that does not exist is refused, where fairseq "
+    "trains from scratch"
+)
 NOTES = {
-    **dict.fromkeys(("--restore-file", "--continue-once", "--finetune-from-model"), _MUST_EXIST),
+    **dict.fromkeys(("--restore-file", "--continue-once", "--finetune-from-model"), _BEGINS),
     "--sampling": "on a GPU it draws from fairseq's distributions, with other random numbers",
     "--arch": "one of the `ls_` archs; with another one: fallback",
     "--optimizer": "`ls_adam`; with another one: fallback; `composite` is refused",
@@ -441,21 +450,47 @@ def with_choices(choices: list[str]) -> str:
     return "with " + ", ".join(f"`{choice}`" for choice in choices) if choices else ""
 
 
+def completions() -> str:
+    """Return the text of the list from which shells complete, see ``cli.words.completions``."""
+    choices: dict[str, str] = {}
+
+    def listed(actions: Sequence[argparse.Action], but: Sequence[str] = ()) -> str:
+        found = {f: a for a in actions for f in a.option_strings if f.startswith("--")}
+        choices.update({f: " ".join(map(str, a.choices)) for f, a in found.items() if a.choices})
+        return " ".join(sorted(found.keys() - {*but}))
+
+    of_commands = {
+        command: listed(make()._actions, command_lines.own_flags(command))
+        for command, make in {**PARSERS, "preprocess": options.get_preprocessing_parser}.items()
+    }
+    components: dict[str, dict[str, str]] = {}
+    for kind, registered in registries.components().items():
+        names: dict[str, list[str]] = {}
+        for name, component in sorted(registered.items()):
+            theirs = ""
+            with contextlib.suppress(Exception):  # some need packages that may be missing
+                theirs = listed(actions_of(component))
+            names.setdefault(theirs, []).append(name)
+        components[flag_of(kind)] = {" ".join(same): theirs for theirs, same in names.items()}
+        choices.pop(flag_of(kind), None)
+    found = {"flags": of_commands, "choices": choices, "components": components}
+    return json.dumps(found, indent=1, sort_keys=True) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the page is out of date"
+        "--check", action="store_true", help="write nothing; fail if a file is out of date"
     )
     check = parser.parse_args().check
-    expected = text()
-    if TABLE.is_file() and TABLE.read_text() == expected:
-        return 0
-    if check:
-        print(f"{TABLE.name} is out of date: run python -m scripts.flags", file=sys.stderr)
-        return 1
-    TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text(expected)
-    return 0
+    files = {TABLE: text(), LIST: completions()}
+    late = {p: t for p, t in files.items() if not p.is_file() or p.read_text() != t}
+    for path, expected in late.items():
+        if check:
+            print(f"{path.name} is out of date: run python -m scripts.flags", file=sys.stderr)
+        else:
+            path.write_text(expected)
+    return int(check and bool(late))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     # Nothing is loaded yet, and nothing has been written.
     SETTINGS: (
+        Check("sizes:from_checkpoint", "train"),
         Check("flags:supported"),  # by our model, unless --native; notes on settings without effect
         Check("values:path", "generate interactive validate eval-lm"),
         Check("values:texts"),  # those that fairseq evaluates, joiners of subwords, NaN

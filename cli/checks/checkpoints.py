@@ -11,6 +11,26 @@ from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words.registries import function
 
 
+def initial(args: argparse.Namespace) -> tuple[str, str | None]:
+    """The flag that names the checkpoint that a run begins with, and the path; None: no checkpoint.
+
+    --save-dir contains the checkpoint of a run that resumes.
+    """
+    from fairseq.file_io import PathManager
+
+    suffix = args.checkpoint_suffix
+    if args.use_sharded_state and args.ddp_backend == "fully_sharded":  # one file per rank
+        suffix += "-shard0"
+    if args.restore_file != "checkpoint_last.pt":
+        return "--restore-file", args.restore_file.replace(".pt", suffix + ".pt")
+    # The default is a file in --save-dir. A new run has no such file; then the other flags apply.
+    if PathManager.exists(last := os.path.join(args.save_dir, f"checkpoint_last{suffix}.pt")):
+        return "--save-dir", last
+    if args.continue_once is not None:
+        return "--continue-once", args.continue_once
+    return "--finetune-from-model", args.finetune_from_model
+
+
 def first(request: Request) -> None:
     """Raises UserError if the initial checkpoint is missing: fairseq would train from scratch.
 
@@ -20,22 +40,11 @@ def first(request: Request) -> None:
     from fairseq.file_io import PathManager
 
     args = request.args
-    suffix = args.checkpoint_suffix
-    if args.use_sharded_state and args.ddp_backend == "fully_sharded":  # one file per rank
-        suffix += "-shard0"
-    if args.restore_file != "checkpoint_last.pt":
-        if args.finetune_from_model is not None:
-            raise UserError(
-                "--restore-file and --finetune-from-model cannot be used together: remove one."
-            )
-        flag, path = "--restore-file", args.restore_file.replace(".pt", suffix + ".pt")
-    # The default is a file in --save-dir. A new run has no such file; then the other flags apply.
-    elif PathManager.exists(last := os.path.join(args.save_dir, f"checkpoint_last{suffix}.pt")):
-        return None if args.reset_optimizer else _head(args, last, _NEW_HEAD)
-    elif args.continue_once is not None:
-        flag, path = "--continue-once", args.continue_once
-    else:
-        flag, path = "--finetune-from-model", args.finetune_from_model
+    flag, path = initial(args)
+    if flag == "--restore-file" and args.finetune_from_model is not None:
+        raise UserError(
+            "--restore-file and --finetune-from-model cannot be used together: remove one."
+        )
     if path is not None and not PathManager.isfile(path):
         there = os.path.join(args.save_dir, path)
         hint = (
@@ -45,12 +54,8 @@ def first(request: Request) -> None:
         )
         wrong = "is a folder" if os.path.isdir(path) else "does not exist"
         raise UserError(f"{flag} {path or repr(path)} {wrong}: {hint}")
-    if path is not None and flag == "--restore-file" and not args.reset_optimizer:
-        _head(args, path, _NEW_HEAD)
-    return None
-
-
-_NEW_HEAD = "train a new head with --reset-optimizer"
+    if path is not None and flag in ("--restore-file", "--save-dir") and not args.reset_optimizer:
+        _head(args, path, "train a new head with --reset-optimizer")
 
 
 def head_to_validate(request: Request) -> None:

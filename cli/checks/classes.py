@@ -87,7 +87,7 @@ def _same_labels(path: str, folder: str) -> None:
     from fairseq.data import Dictionary
 
     from lightseq_fairseq.base import dictionaries
-    from lightseq_fairseq.fairseq_compat.checkpoints import task_settings
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
     if not (state := saved(path)):
         return
@@ -98,7 +98,7 @@ def _same_labels(path: str, folder: str) -> None:
         if (sentence := dictionaries.moved_label(found, trained.split("\n"))) is not None:
             raise UserError(sentence)
         return
-    there = os.path.join(str(task_settings(state).get("data") or ""), file)
+    there = os.path.join(str(settings_of(state, "task").get("data") or ""), file)
     if os.path.isfile(there):
         others = dictionaries.labels(Dictionary.load(there))
         if (sentence := dictionaries.moved_label(found, others)) is not None:

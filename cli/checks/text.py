@@ -22,7 +22,7 @@ from lightseq_fairseq.cli.checks.pairs import (
     subset_flag,
 )
 from lightseq_fairseq.cli.words.defaults import flag_of, is_given
-from lightseq_fairseq.fairseq_compat.checkpoints import task_settings
+from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
 
 def text(request: Request) -> None:
@@ -144,9 +144,8 @@ def _take_trained_block(args: argparse.Namespace) -> None:
     """Sets the tokens of a block as in training, if the model has too few positions for fairseq's
     default. fairseq would leave all whole blocks out."""
     checkpoint = saved(args.path.split(os.pathsep)[0])
-    trained = task_settings(checkpoint).get("tokens_per_sample")
-    model = (checkpoint.get("cfg") or {}).get("model") or checkpoint.get("args")
-    positions = getattr(model, "max_target_positions", None) or trained
+    trained = settings_of(checkpoint, "task").get("tokens_per_sample")
+    positions = settings_of(checkpoint, "model").get("max_target_positions") or trained
     if trained and args.tokens_per_sample > positions and args.sample_break_mode != "eos":
         args.tokens_per_sample = min(trained, positions)
         click.echo(

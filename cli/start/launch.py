@@ -29,7 +29,7 @@ from lightseq_fairseq.cli.start.commands import CommandError, OneSentence, versi
 from lightseq_fairseq.cli.start.logs import LOG_CONFIG
 from lightseq_fairseq.cli.start.old_lightseq import conflict
 from lightseq_fairseq.cli.start.ranks import Ranks, forked, sent_to_ranks
-from lightseq_fairseq.cli.words import command_lines, defaults
+from lightseq_fairseq.cli.words import command_lines, completions, defaults
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 
@@ -69,6 +69,13 @@ class PassThrough(OneSentence):
         ctx.params["words"] = [*ctx.params["words"], *args[end:]]
         return rest
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Shell completion of our own flags, and of fairseq's."""
+        command = str(self.name).removeprefix("lightseq-")
+        flags = completions.flags(command, ctx.params["words"])
+        theirs = [CompletionItem(flag) for flag in flags if flag.startswith(incomplete)]
+        return [*super().shell_complete(ctx, incomplete), *theirs]
+
 
 def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
     """Decorator: makes ``lightseq-<command>`` from a function of (words, **own options)."""
@@ -79,7 +86,7 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
             context_settings={"ignore_unknown_options": True, "max_content_width": 100},
         )  # fmt: skip
         @click.argument(
-            "words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...", shell_complete=_files
+            "words", nargs=-1, type=click.UNPROCESSED, metavar="[DATA] ...", shell_complete=_values
         )
         @click.option(
             "--fairseq-help", is_flag=True,
@@ -101,8 +108,12 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
     return decorate
 
 
-def _files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Shell completion of a word that is no flag of ours: the shell's own, of file names."""
+def _values(
+    ctx: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Shell completion of a word that is no flag: a value of the flag before it, or a file name."""
+    if names := completions.values(ctx.params["words"]):
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
     return [CompletionItem(incomplete, type="file")]
 
 

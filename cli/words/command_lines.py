@@ -114,7 +114,7 @@ def _unknown(command: str, parser: argparse.ArgumentParser, word: str) -> str:
             f"{program} does not expect the argument {word}: remove it, or check how many values "
             "the flag before it takes."
         )
-    known = set(parser._option_string_actions) | _own_flags(command)
+    known = set(parser._option_string_actions) | own_flags(command)
     component = None if _having(program, flag) else _component_with(flag, known)
     if component is not None:
         return (
@@ -154,7 +154,7 @@ def _listed(commands: list[str]) -> str:
 
 def _flags(command: str) -> set[str]:
     """Flags of a command for any task, model, ...; only our own if fairseq is missing."""
-    name, found = _PARSERS[command], _own_flags(command)
+    name, found = _PARSERS[command], own_flags(command)
     with contextlib.suppress(UserError):
         if name is not None:
             fairseq_compat.prepare()
@@ -164,7 +164,7 @@ def _flags(command: str) -> set[str]:
     return found
 
 
-def _own_flags(command: str) -> set[str]:
+def own_flags(command: str) -> set[str]:
     """The command's own click options."""
     main = importlib.import_module(f"lightseq_fairseq.cli.{command.replace('-', '_')}").main
     return {flag for parameter in main.params for flag in parameter.opts if flag.startswith("-")}

@@ -112,10 +112,10 @@ def open_checkpoint(path: str) -> Any:
     return read_checkpoint(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
 
 
-def task_settings(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a checkpoint's task; its name is ``_name`` or ``task``."""
+def settings_of(checkpoint: dict[str, Any], section: str) -> dict[str, Any]:
+    """The settings of a checkpoint's task or model; the name is ``_name``, ``task`` or ``arch``."""
     # Checkpoints of fairseq 0.10.2 or older have args instead of cfg.
-    found: Any = checkpoint.get("args") or (checkpoint.get("cfg") or {}).get("task") or {}
+    found: Any = checkpoint.get("args") or (checkpoint.get("cfg") or {}).get(section) or {}
     return vars(found) if isinstance(found, argparse.Namespace) else dict(found)
 
 

@@ -254,12 +254,12 @@ def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
     """
     from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename as first_shard
 
-    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, task_settings
+    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, settings_of
 
     suffix, shards = options.get("checkpoint_suffix"), options.get("checkpoint_shard_count")
     path = first_shard(path, suffix or "", 0, int(shards or 1))
     try:
-        settings = task_settings(open_checkpoint(path))
+        settings = settings_of(open_checkpoint(path), "task")
     except OSError as error:
         raise UserError(
             f"The checkpoint {path} cannot be read ({error.strerror}): use a file or a folder "

@@ -26,8 +26,8 @@ from fairseq import options
 from fairseq.dataclass import utils
 
 import lightseq_fairseq
-from lightseq_fairseq.__main__ import COMMANDS as SUBCOMMANDS
 from lightseq_fairseq.cli import train
+from lightseq_fairseq.cli.lightseq import COMMANDS as SUBCOMMANDS
 from lightseq_fairseq.cli.start.launch import launcher
 
 COMMANDS = ["train", "generate", "validate", "interactive", "preprocess"]
@@ -79,8 +79,9 @@ def test_version(command: str) -> None:
 def test_every_command_is_a_subcommand_of_the_package() -> None:
     done = interpreters.run("-m", "lightseq_fairseq")
     assert done.returncode == 0, done.stderr
-    listed = done.stdout.partition("\nCommands:\n")[2]
-    assert re.findall(r"^  ([\w-]+)  ", listed, re.M) == list(SUBCOMMANDS)
+    assert re.findall(r"^  (\w[\w-]*)  ", done.stdout, re.M) == list(SUBCOMMANDS)
+    listed = succeed("lightseq")
+    assert re.findall(r"^  lightseq-(\S+)  ", listed, re.M) == list(SUBCOMMANDS)
     for command in ("import", "train"):
         said = interpreters.run("-m", "lightseq_fairseq", command, "--help").stdout
         assert said.startswith(f"Usage: python -m lightseq_fairseq {command} ")
@@ -98,12 +99,20 @@ def test_every_command_is_a_subcommand_of_the_package() -> None:
         ("--na", [("plain", "--native")]),
         ("--arch ls_transformer --save-dir run", [("file", "run")]),
         ("da", [("file", "da")]),
-        ("--beam", []),  # of fairseq
+        ("--beam", []),  # of lightseq-generate
+        ("--max-u", [("plain", "--max-update")]),
+        ("--task masked_lm --arch ls_roberta --unti", [("plain", "--untie-weights-roberta")]),
+        ("--unti", []),
+        ("--arch ls_transformer --label-s", [("plain", "--label-smoothing")]),  # the recipe's
+        (
+            "--criterion label_smoothed_cross_entropy_with_a",
+            [("plain", "label_smoothed_cross_entropy_with_alignment")],
+        ),
+        ("--arch = ls_x", [("plain", "ls_xlm")]),
+        ("--log-format s", [("plain", "simple")]),
     ],
 )
-def test_the_shell_completes_our_own_flags_and_files(
-    line: str, found: list[tuple[str, str]]
-) -> None:
+def test_the_shell_completes_flags_names_and_files(line: str, found: list[tuple[str, str]]) -> None:
     complete = BashComplete(train.main, {}, "lightseq-train", "_LIGHTSEQ_TRAIN_COMPLETE")
     *words, last = line.split()
     items = complete.get_completions(words, last)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import lightseq_fairseq
-from lightseq_fairseq.__main__ import COMMANDS
+from lightseq_fairseq.cli.lightseq import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,12 +46,12 @@ def test_console_scripts_have_their_functions(setup_cfg):
     commands = {p.stem for p in (ROOT / "cli").glob("*.py") if "\ndef main(" in p.read_text()}
     assert len(lines) == len(commands)
     names = {line.partition("=")[0].strip().removeprefix("lightseq-") for line in lines}
-    assert names == set(COMMANDS)
+    assert names == {*COMMANDS, "lightseq"}
     for line in lines:
         name, target = (part.strip() for part in line.split("="))
         module, function = target.split(":")
         command = module.rpartition(".")[2].rstrip("_").replace("_", "-")  # `import` is a keyword
-        assert name == f"lightseq-{command}"
+        assert name == ("lightseq" if command == "lightseq" else f"lightseq-{command}")
         assert callable(getattr(importlib.import_module(module), function))
 
 
@@ -135,7 +135,8 @@ def test_the_sdist_makes_the_wheel_of_the_checkout(checkout: Path) -> None:
     }
     info = f"lightseq_fairseq-{lightseq_fairseq.__version__}.dist-info/"
     packed = {file for file in files if not file.startswith(info)}
-    assert packed == {*modules, "lightseq_fairseq/py.typed"}
+    data = {"lightseq_fairseq/py.typed", "lightseq_fairseq/cli/words/completions.json"}
+    assert packed == modules | data
 
 
 NVCC = """#!/bin/sh

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from lightseq_fairseq.base import families
-from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.checks import Request, sizes
 from lightseq_fairseq.cli.checks.failures.cause import Cause
 from lightseq_fairseq.cli.checks.failures.known import Known, Rule, checkpoint, data_folder
-from lightseq_fairseq.cli.words.defaults import is_given
+from lightseq_fairseq.cli.words.defaults import flag_of, is_given
 
 _MISMATCH = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from "
@@ -58,18 +58,12 @@ def _positions(name: str, saved: str, request: Request) -> str | None:
 
     fairseq takes their number from the length of a block unless the flag of the model is given.
     """
-    found = re.search(r"(encoder|decoder|sentence_encoder)\.embed_positions\.weight$", name)
-    if found is None:
+    if (setting := sizes.of_positions(name)) is None:
         return None
-    flag = {
-        "encoder": "--max-source-positions",
-        "decoder": "--max-target-positions",
-        "sentence_encoder": "--max-positions",
-    }[found[1]]
+    flag = flag_of(setting)
     if hasattr(request.args, "tokens_per_sample") and not is_given(request.argv, (flag,)):
         flag = "--tokens-per-sample"
-    rows = int(saved.partition(",")[0])
-    return f"{flag} {rows - 2}"  # the table has two more rows: for numbers up to the pad's, 1
+    return f"{flag} {sizes.number_of_positions(int(saved.partition(',')[0]))}"
 
 
 def _joined_dictionary(found: re.Match[str], request: Request) -> str:
