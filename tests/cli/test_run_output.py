@@ -109,7 +109,7 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     size = sum({p.data_ptr(): p.numel() for p in state["model"].values()}.values())
     lines = told(caplog)
     assert list(lines) == [
-        "model", "data", "precision", "recipe", "step", "trained", "peak memory", "checkpoints",
+        "model", "data", "precision", "optimizer", "step", "trained", "peak memory", "checkpoints",
     ]  # fmt: skip
     assert re.fullmatch(r"ls_transformer_tiny, [\d,]+ parameters", lines["model"])
     assert int(re.sub(r"\D", "", lines["model"])) <= size
@@ -120,11 +120,11 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
         "source 24, target 24"
     )
     assert re.fullmatch(r"fp32 on \d+ CPU threads?", lines["precision"])
-    assert lines["recipe"] == (
-        "optimizer ls_adam, criterion ls_label_smoothed_cross_entropy, schedule inverse_sqrt, "
+    assert lines["optimizer"] == (
+        "ls_adam, criterion ls_label_smoothed_cross_entropy, schedule inverse_sqrt, "
         "learning rate 0.0005"
     )
-    expected = "eager, packed tokens, PyTorch code on the CPU (CUDA graphs need a GPU)"
+    expected = "eager, without pads, PyTorch code on the CPU (CUDA graphs need a GPU)"
     assert lines["step"] == expected
     updates, tokens, seconds, speed = map(
         float, re.findall(r"\d[\d.]*", lines["trained"].replace(",", ""))
@@ -310,7 +310,7 @@ def test_the_report_on_a_gpu(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     wide += ["--decoder-attention-heads=2", "--distributed-world-size=1", "--no-save"]
     cli_runs.succeed("train", data, *words, *wide)
     lines = told(caplog)
-    kind = "captured as CUDA graphs, packed tokens, CUDA kernels"
+    kind = "captured as CUDA graphs, without pads, CUDA kernels"
     assert lines["step"] == f"{kind} (all parts are ls_)"
     assert lines["precision"] == f"bf16 with fp32 master weights on {torch.cuda.get_device_name()}"
     memory = re.fullmatch(r"(\d+\.\d\d) GiB of the GPU", lines["peak memory"])
