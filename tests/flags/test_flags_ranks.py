@@ -71,10 +71,10 @@ STARTED = "--distributed-port --distributed-no-spawn"
 PROVEN: Proofs = {
     **{
         ("train", kind): (names(BMUF, STARTED, WIDE, *TRAINING) | INIT) & rows("train", kind)
-        for kind in (table.FALLBACK, table.HONOURED)
+        for kind in (table.FALLBACK, table.WORKS)
     },
-    ("validate", table.HONOURED): names(STARTED, "--all-gather-list-size --device-id") | INIT,
-    ("interactive", table.HONOURED): names(STARTED, "--device-id") | INIT,
+    ("validate", table.WORKS): names(STARTED, "--all-gather-list-size --device-id") | INIT,
+    ("interactive", table.WORKS): names(STARTED, "--device-id") | INIT,
 }
 # What a setting changes, if that has another name than the setting.
 CHANGED = {
