@@ -47,7 +47,7 @@ done
 lightseq-preprocess --source-lang de --target-lang en --joined-dictionary --destdir "$bin" \
     --trainpref "$text/train.bpe" --validpref "$text/valid.bpe" --testpref "$text/test.bpe"
 
-echo "== training: $updates updates (500: 95 s on one core of an AMD EPYC)"
+echo "== training: $updates updates (500: 85 s on one core of an AMD EPYC)"
 lightseq-train "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang en \
     --arch ls_transformer --share-all-embeddings \
     --encoder-layers 2 --encoder-embed-dim 128 --encoder-ffn-embed-dim 512 \
@@ -71,5 +71,5 @@ lightseq-generate "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-l
 
 (cd "$root" && python3 -m examples.curves "$out/train.log" "$out/curves.svg" \
     --title "German number names to English")
-echo "== after $SECONDS s: translations: $out/test.hyp.en   curves: $out/curves.svg"
+echo "after $SECONDS s: translations: $out/test.hyp.en   curves: $out/curves.svg"
 lightseq-score --sys "$out/test.hyp.en" --reference "$text/test.en" --json "$out/bleu.json"
