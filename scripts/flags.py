@@ -154,7 +154,8 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/flags.py; do not edit. -->
 
-What `lightseq-train`, `-generate`, `-validate` and `-interactive` do with each flag of fairseq
+Type `lightseq-train --fairseq-help` to list all flags, and search this page for one. The tables say
+what `lightseq-train`, `-generate`, `-validate` and `-interactive` do with each flag of fairseq
 0.12.2, for `--task translation`. A dash means that fairseq's command has no such flag.
 
 * **honoured**: the flag has the same effect as in fairseq. Training uses the captured step.
