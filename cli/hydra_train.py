@@ -153,8 +153,8 @@ def _train(configuration: Any, native: bool, request: Request) -> float:
     target = "fairseq_cli.train:convert_namespace_to_omegaconf"
     with patching.within(target, convert, by="cli.hydra_train"):
         lightseq_train: Any = train.main.callback
-        off = dict.fromkeys(("fairseq_help", "log_config", "pack_tokens", "fp8"), False)
-        lightseq_train(_words(settings), native=native, **off)
+        off = dict.fromkeys(("fairseq_help", "pack_tokens", "fp8"), False)
+        lightseq_train(_words(settings), native=native, log_level=None, **off)
     try:
         return float(metrics.get_smoothed_value("valid", metric))
     except KeyError:  # no validation, or without this metric

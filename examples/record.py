@@ -20,6 +20,8 @@ from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.result_rows import current_commit, write
 
+from .curves import read_curves
+
 Row = dict[str, Any]
 
 
@@ -78,6 +80,7 @@ def main() -> None:
     parser.add_argument("--case", required=True, help="name of the model and the test set")
     parser.add_argument("--system", choices=["lightseq", "fairseq"], required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--log", type=Path, help="the log of training, for the curves of the row")
     args = parser.parse_args()
     row = {
         **circumstances(),
@@ -88,6 +91,8 @@ def main() -> None:
     for score in args.scores:
         row.update(json.loads(score.read_text(encoding="utf-8")))
     row.update(training_figures(args.checkpoint))
+    if args.log is not None:
+        row["curves"] = {name: [*curve.items()] for name, curve in read_curves(args.log).items()}
     write_row(row, args.results)
 
 

@@ -153,6 +153,8 @@ PATCHES = (
         "--eval-bleu waits for the GPU once per reference, and makes the same text every time"),
     Patch("model", "fairseq.trainer:Trainer.train_step", "plugins.dropout:train_step",
         "our masks would change what torch's generator draws: which layers layer drop leaves out"),
+    Patch("launcher", "logging:StreamHandler.emit", "cli.start.logs:emit",
+        "before training there are 20 lines, and 4 for each checkpoint: most tell a user nothing"),
     Patch("launcher", "fairseq.data.data_utils:batch_by_size",
         "cli.checks.inside_fairseq:batch_by_size",
         "reports the length of a sentence that exceeds --max-tokens"),

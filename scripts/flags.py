@@ -120,10 +120,10 @@ NOTES = {
         ),
         "for the wrapper around the model, which the captured step does without",
     ),
-    "--aim-repo": "a warning if the package aim is missing",
-    "--azureml-logging": "a warning if the package azureml-core is missing",
-    "--tensorboard-logdir": "a warning if the package tensorboard is missing",
-    "--wandb-project": "a warning if the package wandb is missing",
+    "--aim-repo": "refused if the package aim is missing",
+    "--azureml-logging": "refused if the package azureml-core is missing",
+    "--tensorboard-logdir": "refused if the package tensorboard is missing",
+    "--wandb-project": "refused if the package wandb is missing",
     "--required-seq-len-multiple": "in validation; training packs sentences: nothing to round up",
     "--left-pad-source": "in validation; training packs sentences, without pads",
     "--left-pad-target": "in validation; training packs sentences, without pads; refused with "
@@ -154,7 +154,8 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/flags.py; do not edit. -->
 
-What `lightseq-train`, `-generate`, `-validate` and `-interactive` do with each flag of fairseq
+Type `lightseq-train --fairseq-help` to list all flags, and search this page for one. The tables say
+what `lightseq-train`, `-generate`, `-validate` and `-interactive` do with each flag of fairseq
 0.12.2, for `--task translation`. A dash means that fairseq's command has no such flag.
 
 * **works**: the flag has the same effect as in fairseq. Training uses the *captured step*: on a

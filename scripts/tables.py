@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from examples import curves
 from lightseq_fairseq.base.result_rows import table
 
 from . import plots
@@ -54,14 +55,22 @@ SYSTEMS = {"lightseq": "`lightseq-train`", "fairseq": "fairseq (same flags, `--n
 
 
 def bleu_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the table of BLEU, updates and training time of each run."""
+    """Return the table of BLEU and updates of each run."""
     cells = {
         "BLEU": lambda row: f"{row['bleu']:.2f}",
         "updates": lambda row: str(row["updates"]),
-        "training": lambda row: f"{row['train_seconds']:.0f} s",
     }
     signatures = sorted({row["signature"] for row in rows})
     return runs_table(rows, cells, f"sacrebleu `{'`, `'.join(signatures)}`")
+
+
+def bleu_plot(rows: list[dict[str, Any]]) -> Picture | None:
+    """Return the plot of the curves of the first run that has them."""
+    for row in rows:
+        if "curves" in row:
+            found = {name: dict(points) for name, points in row["curves"].items()}
+            return curves.picture(found, f"{row['case']}, {machine(row)}, seed {row['seed']}")
+    return None
 
 
 def perplexity_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -134,10 +143,11 @@ def check_table(rows: list[dict[str, Any]]) -> list[str]:
 TRAIN, GENERATE = "scripts/results/train-h200.json", "scripts/results/generate-h200.json"
 GENERATE_TEXT = "scripts/results/generate-text-h200.json"
 TRANSLATION = "scripts/results/translation-h200.json"
+QUICKSTART = "examples/quickstart/results/bleu.json"
 # name of a table -> its result files, and the function that makes the table from their rows
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "overview": ((TRAIN, GENERATE, CONVERGENCE, TRANSLATION), overview_table),
-    "quickstart": (("examples/quickstart/results/bleu.json",), bleu_table),
+    "quickstart": ((QUICKSTART,), bleu_table),
     "language_model": (("examples/language_model/results/perplexity.json",), perplexity_table),
     "roberta": (("examples/roberta/results/accuracy.json",), accuracy_table),
     "ops": (("scripts/results/ops-h200.json",), op_table),
@@ -162,6 +172,7 @@ PLOTS: dict[str, tuple[tuple[str, ...], Callable[..., Picture | None]]] = {
     "docs/overlap.svg": ((TRAIN,), overlap_plot),
     GENERATE_PLOT: ((GENERATE,), generate_plot),
     "docs/convergence.svg": ((CONVERGENCE,), convergence_plot),
+    "examples/quickstart/results/curves.svg": ((QUICKSTART,), bleu_plot),
 }
 
 

@@ -26,7 +26,7 @@ from lightseq_fairseq.base.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.cli.checks import Request, messages, parsing
 from lightseq_fairseq.cli.checks.failures.cause import Cause
 from lightseq_fairseq.cli.start.commands import CommandError, OneSentence, version
-from lightseq_fairseq.cli.start.logs import LOG_CONFIG
+from lightseq_fairseq.cli.start.logs import LEVEL, LEVELS
 from lightseq_fairseq.cli.start.old_lightseq import conflict
 from lightseq_fairseq.cli.start.ranks import Ranks, forked, sent_to_ranks
 from lightseq_fairseq.cli.words import command_lines, completions, defaults
@@ -94,13 +94,16 @@ def launcher(command: str) -> Callable[[Callable[..., None]], click.Command]:
             "includes the flags of the arch, the task, the optimizer and so on that you name.",
         )  # fmt: skip
         @click.option(
-            "--log-config", is_flag=True,
-            help="Log fairseq's whole configuration and the model's modules at the start.",
+            "--log-level", type=click.Choice(LEVELS), envvar=LEVEL,
+            help="Which lines of the log the terminal shows: info (default), those that a person "
+            "reads; debug, also all details of fairseq, its configuration and the model's modules.",
         )  # fmt: skip
         @version
         @functools.wraps(function)
-        def body(words: list[str], fairseq_help: bool, log_config: bool, **options: Any) -> None:
-            with environment(LOG_CONFIG, "1" if log_config else None):
+        def body(
+            words: list[str], fairseq_help: bool, log_level: str | None, **options: Any
+        ) -> None:
+            with environment(LEVEL, log_level):
                 function([*words, "--help"] if fairseq_help else words, **options)
 
         return body

@@ -1,64 +1,82 @@
-"""What a launcher prints: fairseq's shortened log, with its lines apart from progress bars."""
+"""What a launcher logs on the terminal: the lines that a person reads, apart from progress bars.
+
+``--log-level debug`` shows all lines. A file gets all of them: that of a training run (see
+`training.report`), of Hydra, or of fairseq's ``--log-file``.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-LOG_CONFIG = "LIGHTSEQ_LOG_CONFIG"  # environment variable, which spawned ranks see too
-_LOGGERS = (
-    *(f"fairseq_cli.{name}" for name in ("train", "generate", "interactive", "validate")),
-    *("fairseq_cli.eval_lm", "fairseq_cli.preprocess", "fairseq.dataclass.utils"),
-)
-# Lines before an error for which we have a sentence, by logger.
+LEVEL = "LIGHTSEQ_LOG_LEVEL"  # environment variable, which spawned ranks see too
+LEVELS = ("debug", "info", "warning", "error")
+
+# Logger, or a parent of it -> how the messages begin that the terminal does not show.
+# Before an error for which we have a sentence.
 _BEFORE_ERRORS = {
+    "fairseq.dataclass.utils": "Error when composing. Overrides:",  # and the whole configuration
     "fairseq_cli.hydra_train": "Failed to get config name",
     "torch.multiprocessing.spawn": "Terminating process",
 }
-_repeated: set[str] = set()  # warnings that `_is_new` has let through
+# Below warnings. The report of a run says the same in one line, or only a developer needs it.
+_DETAILS = {
+    "fairseq.checkpoint_utils": "Preparing to save",
+    "fairseq.data": "",
+    "fairseq.distributed": "",
+    "fairseq.tasks": "(?!example )",  # --eval-bleu-print-samples
+    "fairseq.trainer": "begin training|detected shared|Finished saving|loading train data|"
+    "No existing|Preparing to load|Saving checkpoint",
+    "fairseq.utils": "",
+    "fairseq_cli.train": "begin validation|criterion: |end of epoch|max tokens|model: |num. |"
+    "Start iterating|task: |training on",
+    "fairseq_cli.train.lightseq": "command: ",
+    "lightseq_fairseq.fairseq_compat.layers": "cuDNN attention is off",
+    "lightseq_fairseq.memory.graphs": "captured ",
+}
 
 
 def set_up() -> None:
-    """Shortens fairseq's log in this process, and keeps its lines apart from progress bars."""
-    for name in _LOGGERS:
-        logger = logging.getLogger(name)
-        if LOG_CONFIG in os.environ:
-            logger.removeFilter(_is_short)
-        else:
-            logger.addFilter(_is_short)
-    for name in _BEFORE_ERRORS:
-        logging.getLogger(name).addFilter(_is_not_before_error)
-    _repeated.clear()
-    logging.getLogger("fairseq.logging.progress_bar").addFilter(_is_new)
+    """Keeps the lines of the log apart from progress bars."""
     # Before fairseq_cli is imported, whose log handler keeps the stream that it finds.
     if sys.stdout.isatty() and sys.stderr.isatty() and not isinstance(sys.stdout, AboveBars):
         sys.stdout = AboveBars(sys.stdout)
 
 
-def _is_short(record: logging.LogRecord) -> bool:
-    """Log filter: False for fairseq's configuration (15,000 characters), which also precedes some
-    errors, and for the list of the model's modules (several lines a layer)."""
-    kinds = {kind.__name__ for kind in type(record.msg).__mro__}
-    is_long = not kinds.isdisjoint(("DictConfig", "CachedConfig", "Namespace", "Module"))
-    return not is_long and not str(record.msg).startswith("Error when composing. Overrides:")
+def emit(original: Callable[..., None], handler: Any, record: logging.LogRecord) -> None:
+    """``logging.StreamHandler.emit``, only for lines that are shown; files get all lines."""
+    if type(handler) is not logging.StreamHandler or is_shown(record):
+        original(handler, record)
 
 
-def _is_not_before_error(record: logging.LogRecord) -> bool:
-    """Log filter: False for the lines of ``_BEFORE_ERRORS``."""
-    return not str(record.msg).startswith(_BEFORE_ERRORS[record.name])
+def is_shown(record: logging.LogRecord) -> bool:
+    """Whether the terminal shows a line.
 
-
-def _is_new(record: logging.LogRecord) -> bool:
-    """Log filter: False for a repeated warning, such as that tensorboard is not installed, which
-    fairseq gives twice an epoch."""
-    if record.levelno < logging.WARNING:
+    Only ``--log-level debug`` shows the configuration (15,000 characters) and the modules of the
+    model (several lines a layer). A native run shows all other lines of fairseq.
+    """
+    level = logging.getLevelName(os.environ.get(LEVEL, "info").upper())
+    if level == logging.DEBUG:
         return True
-    message = record.getMessage()
-    is_new = message not in _repeated
-    _repeated.add(message)
-    return is_new
+    kinds = {kind.__name__ for kind in type(record.msg).__mro__}
+    if not kinds.isdisjoint(("DictConfig", "CachedConfig", "Namespace", "Module")):
+        return False
+    if record.levelno < level or _is_in(_BEFORE_ERRORS, record):
+        return False
+    is_native = not os.path.basename(sys.argv[0]).startswith("lightseq-")
+    return record.levelno >= logging.WARNING or is_native or not _is_in(_DETAILS, record)
+
+
+def _is_in(table: Mapping[str, str], record: logging.LogRecord) -> bool:
+    """Whether a table has the line: the entry of the logger, or else of its nearest parent."""
+    names = [*itertools.accumulate(record.name.split("."), "{}.{}".format)]
+    nearest = next((table[name] for name in reversed(names) if name in table), None)
+    return nearest is not None and re.match(nearest, record.getMessage()) is not None
 
 
 class AboveBars:

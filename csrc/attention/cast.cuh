@@ -49,10 +49,9 @@ __device__ __forceinline__ void zero_values(const Cast& cast, int first, int row
 }
 
 // Sums of wgmma as those of mma: four of each group of 8 columns.
-template <int kCount>
-__device__ __forceinline__ auto by_group(const float (&sums)[kCount]) -> const
-    float (&)[kCount / 4][4] {
-  return reinterpret_cast<const float (&)[kCount / 4][4]>(sums);
+template <typename Float, int kCount>
+__device__ __forceinline__ auto by_group(Float (&sums)[kCount]) -> Float (&)[kCount / 4][4] {
+  return reinterpret_cast<Float(&)[kCount / 4][4]>(sums);
 }
 
 // A warp's 16 rows of a result in the layout of mma and wgmma: a lane has the columns 8 n + 2 c and

@@ -32,43 +32,30 @@
 namespace lightseq::attention {
 namespace {
 
-constexpr int kRowTiles = 2;                  // of a warp, of 16 rows
 constexpr int kRows = kRowTiles * kWarpRows;  // of a warp
 constexpr int kChunk = 32;                    // queries whose scores a warp computes at a time
-constexpr int kQuerySteps = kQueryTile / 16;
 constexpr int kFewWarps = kMmaWarps, kManyWarps = 2 * kFewWarps;
-template <int kWidth>
-constexpr int kSharing = kWidth == 64 ? 1 : 2;  // warps that share keys
-
-template <typename T>
-struct BwdParams {
-  Packed<const T> dout, q, k, v;
-  Result<T> dq, dk, dv;
-  ItemList list;
-  const float *lse, *rowsum;  // [H, Tq]: lse times log2(e), and D
-  float* sums;                // dQ: [tiles of queries, H, warps, fragments, kFragment]
-  uint32_t* turns;  // [tiles of queries, H]: how many blocks have added; zero at the start
-  int rows_q, heads, width, most_together;
-  bool causal;
-  float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
-  Dropout dropout;
-};
+constexpr int kScoreBytes = 2 * kQueryTile;  // of a row of scores
 
 template <int kWidth, int kWarps>
 struct BwdTiles {
-  static constexpr int kKeys = kWarps / kSharing<kWidth> * kRows;
+  static constexpr int kSharing = kWidth == 64 ? 1 : 2;  // warps that share keys
+  static constexpr int kKeys = kWarps / kSharing * kRows;
   static constexpr int kStages = kWarps / kFewWarps;  // tiles of queries
+  // Of a warp in dQ, where kBeside warps have the same queries, and in dK and dV.
+  static constexpr int kBeside = kWarps / (kQueryTile / kRows);
+  static constexpr int kQueryColumns = kWidth / kBeside, kKeyColumns = kWidth / kSharing;
   using Queries = uint16_t[kQueryTile][kTileColumns<kWidth>];
   uint16_t k[kKeys][kTileColumns<kWidth>], v[kKeys][kTileColumns<kWidth>];
   Queries q[kStages], dout[kStages];
-  uint16_t scores[kSharing<kWidth>][kKeys][kQueryTile];  // dS^T; if warps share keys, also P^T
+  uint16_t scores[kSharing][kKeys][kQueryTile];  // dS^T; if warps share keys, also P^T
   float lse[kQueryTile], rowsum[kQueryTile];
   uint32_t keep[kStages][kKeys / 32][kQueryTile];  // bits of 32 keys
   BlockStatistics<kWarps> of_queries, of_keys;     // of casts
 };
 
 // Writes sums of 16 rows, multiplied by `factor`. row, column: of the lane's first row, and of the
-// first column; rows: how many exist from `row` on.
+// first column; rows: how many exist from `row` on; width: of a head.
 template <bool kCasts, typename T, int kCount, int kWarps>
 __device__ __forceinline__ void store(const Result<T>& to, BlockStatistics<kWarps>& statistics,
                                       int row, int head, int column, int rows, int width,
@@ -82,39 +69,206 @@ __device__ __forceinline__ void store(const Result<T>& to, BlockStatistics<kWarp
   }
 }
 
-__device__ __forceinline__ void store_shared(uint32_t to, uint32_t word) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+template <typename T, int kWidth, int kWarps, typename Work>
+__device__ __forceinline__ void load_keys(const BwdParams<T>& p, BwdTiles<kWidth, kWarps>& tiles,
+                                          const Work& work) {
+  constexpr int kKeys = BwdTiles<kWidth, kWarps>::kKeys, kThreads = kWarps * kWarp;
+  const int first = work.item.first_k + work.item.start;
+  const int length = work.item.length_k - work.item.start;
+  load_rows<kWidth, kKeys, kThreads>(shared_address(tiles.k), p.k, work.head, first, length,
+                                     p.width, threadIdx.x);
+  load_rows<kWidth, kKeys, kThreads>(shared_address(tiles.v), p.v, work.head, first, length,
+                                     p.width, threadIdx.x);
 }
 
-// sums += left right. left(a, m, k) loads 16 rows of the left operand, right(b, n, k) two operands
-// of 8 columns each; k: number of a step of 16 along the depth.
-template <typename T, int kSteps, int kCount, typename Left, typename Right>
-__device__ __forceinline__ void multiply_add(float (&sums)[kRowTiles][kCount], const Left& left,
-                                             const Right& right) {
+// Also dropout's bits.
+template <bool kDrops, typename T, int kWidth, int kWarps, typename Work>
+__device__ __forceinline__ void load_queries(const BwdParams<T>& p, BwdTiles<kWidth, kWarps>& tiles,
+                                             const AttentionDropout& dropout, const Work& work,
+                                             int i, int stage) {
+  constexpr int kThreads = kWarps * kWarp;
+  const int first = work.item.first_q + i * kQueryTile, length = work.queries_from(i);
+  const uint32_t offset = stage * sizeof(tiles.q[0]);
+  load_rows<kWidth, kQueryTile, kThreads>(shared_address(tiles.q) + offset, p.q, work.head, first,
+                                          length, p.width, threadIdx.x);
+  load_rows<kWidth, kQueryTile, kThreads>(shared_address(tiles.dout) + offset, p.dout, work.head,
+                                          first, length, p.width, threadIdx.x);
+  if constexpr (kDrops) {
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    uint32_t a[kRowTiles][4];
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) left(a[m], m, k);
-#pragma unroll
-    for (int n = 0; n < kCount / 4; n += 2) {
-      uint32_t b[4];
-      right(b, n, k);
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        mma<T>(four(sums[m], n), a[m], b[0], b[1]);
-        mma<T>(four(sums[m], n + 1), a[m], b[2], b[3]);
-      }
+    for (int unit = threadIdx.x; unit < tiles.kKeys / 32 * kQueryTile; unit += kThreads) {
+      const int word = unit / kQueryTile, query = unit % kQueryTile;
+      const uint32_t row = static_cast<uint32_t>(first + query) * p.heads + work.head;
+      tiles.keep[stage][word][query] = dropout.keep_word(row, work.item.start / 32 + word);
     }
   }
 }
 
-template <int kCount>
-__device__ __forceinline__ void clear(float (&sums)[kRowTiles][kCount]) {
+// Loads lse and D.
+template <typename T, int kWidth, int kWarps, typename Work>
+__device__ __forceinline__ void load_sums(const BwdParams<T>& p, BwdTiles<kWidth, kWarps>& tiles,
+                                          const Work& work, int i) {
+  const int query = threadIdx.x % kQueryTile, which = threadIdx.x / kQueryTile;
+  const float* const from = (which == 0 ? p.lse : p.rowsum) +
+                            static_cast<int64_t>(work.head) * p.rows_q + work.item.first_q +
+                            i * kQueryTile + query;
+  if (which < 2) {
+    cp_async_4_zfill(shared_address(which == 0 ? tiles.lse : tiles.rowsum) + 4 * query, from,
+                     query < work.queries_from(i));
+  }
+}
+
+// A warp's part of the products, and this lane's addresses for it: see Lane.
+template <typename T, int kWidth, int kWarps>
+struct Warp {
+  using Tiles = BwdTiles<kWidth, kWarps>;
+  static constexpr int kColumns = kTileColumns<kWidth>, kRowBytes = 2 * kColumns;
+  int share, key, query, key_column, query_column;  // first ones
+  uint32_t own_keys, by_rows, by_columns, own_scores, scores_by_keys, scores_by_queries;
+
+  __device__ __forceinline__ Warp(int warp, const Lane& at, uint32_t ds_tile)
+      : share(Tiles::kSharing > 1 ? warp % 2 : 0),
+        key(warp / Tiles::kSharing * kRows),
+        query(warp / Tiles::kBeside * kRows),
+        key_column(share * Tiles::kKeyColumns),
+        query_column(warp % Tiles::kBeside * Tiles::kQueryColumns),
+        own_keys(key * kRowBytes + at.template left<kColumns>()),
+        by_rows(at.template right<kColumns>()),
+        by_columns(at.template left<kColumns>()),
+        own_scores(swizzled<kQueryTile>(key + lane_row(), 0) + lane_column() * 2),
+        scores_by_keys(key * kScoreBytes + at.template left<kQueryTile>()),
+        scores_by_queries((ds_tile + at.template right<kQueryTile>()) ^ (query / 8 * 16)) {}
+
+  // Eight columns from first + 8 n on, and the eight after them; n is even.
+  __device__ __forceinline__ uint32_t columns(uint32_t tile, int first, int n) const {
+    const uint32_t lane_address = tile + by_columns;
+    if constexpr (kWidth == 96) return lane_address ^ ((first / 8 + n) * 16);
+    return lane_address ^ (first / 8 * 16) ^ (n * 16);  // first is a multiple of 32
+  }
+
+  // sums += keys queries^T, with the queries of a chunk
+  __device__ __forceinline__ void multiply(float (&sums)[kRowTiles][kChunk / 2], uint32_t keys,
+                                           uint32_t queries, int chunk) const {
+    multiply_add<T, kWidth / 16>(
+        sums,
+        [&](Fragments a, int m, int k) {
+          ldmatrix_x4(a, beside(keys + own_keys, 2 * k) + m * 16 * kRowBytes);
+        },
+        [&](Fragments b, int n, int k) {
+          ldmatrix_x4(b, beside(queries + by_rows + chunk * kRowBytes, 2 * k) + n * 8 * kRowBytes);
+        });
+  }
+
+  // sums += scores queries, with the scores of a chunk in registers
+  __device__ __forceinline__ void add(float (&sums)[kRowTiles][Tiles::kKeyColumns / 2],
+                                      const uint32_t (&scores)[kRowTiles][kChunk / 4],
+                                      uint32_t queries, int chunk) const {
+    multiply_add<T, kChunk / 16>(
+        sums,
+        [&](Fragments a, int m, int k) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) a[j] = scores[m][4 * k + j];
+        },
+        [&](Fragments b, int n, int k) {
+          ldmatrix_x4_trans(
+              b, beside(queries + by_columns + chunk * kRowBytes, n) + k * 16 * kRowBytes);
+        });
+  }
+
+  // sums += scores queries, with all scores in shared memory
+  __device__ __forceinline__ void add(float (&sums)[kRowTiles][Tiles::kKeyColumns / 2],
+                                      uint32_t scores, uint32_t queries) const {
+    multiply_add<T, kQueryTile / 16>(
+        sums,
+        [&](Fragments a, int m, int k) {
+          ldmatrix_x4(a, beside(scores + scores_by_keys, 2 * k) + m * 16 * kScoreBytes);
+        },
+        [&](Fragments b, int n, int k) {
+          ldmatrix_x4_trans(b, columns(queries, key_column, n) + k * 16 * kRowBytes);
+        });
+  }
+
+  // dq += dS K
+  __device__ __forceinline__ void add_dq(float (&dq)[kRowTiles][Tiles::kQueryColumns / 2],
+                                         uint32_t keys) const {
+    multiply_add<T, Tiles::kKeys / 16>(
+        dq,
+        [&](Fragments a, int m, int k) {
+          ldmatrix_x4_trans(a, beside(scores_by_queries, 2 * m) + k * 16 * kScoreBytes);
+        },
+        [&](Fragments b, int n, int k) {
+          ldmatrix_x4_trans(b, columns(keys, query_column, n) + k * 16 * kRowBytes);
+        });
+  }
+
+  __device__ __forceinline__ void store_scores(
+      uint32_t to, int chunk, const uint32_t (&scores)[kRowTiles][kChunk / 4]) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int e = 0; e < kChunk / 4; ++e) {  // n = e / 2: 8 queries; e % 2: 8 keys
+        const uint32_t at = ((to + own_scores) ^ ((chunk + e / 2 * 8) / 8 * 16)) +
+                            (m * 16 + e % 2 * 8) * kScoreBytes;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(scores[m][e]) : "memory");
+      }
+    }
+  }
+
+  // P and dS of a chunk from its scores and dP, rounded to left operands of steps of 16 queries.
+  template <bool kDrops>
+  __device__ __forceinline__ void differentiate(const Tiles& tiles, int stage, int chunk,
+                                                float scale,
+                                                const float (&s)[kRowTiles][kChunk / 2],
+                                                const float (&dp)[kRowTiles][kChunk / 2],
+                                                uint32_t (&probabilities)[kRowTiles][kChunk / 4],
+                                                uint32_t (&dscores)[kRowTiles][kChunk / 4]) const {
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+      const int query = chunk + n * 8 + lane_column();  // and query + 1
+      const float2 lse = *reinterpret_cast<const float2*>(&tiles.lse[query]);
+      const float2 rowsum = *reinterpret_cast<const float2*>(&tiles.rowsum[query]);
+      // Bytes of bits: the highest one of byte b is the one of key lane_row() + 8 b.
+      uint32_t keep[2] = {~0u, ~0u};
+      if constexpr (kDrops) {
+        const uint2 words = *reinterpret_cast<const uint2*>(&tiles.keep[stage][key / 32][query]);
+        keep[0] = words.x << (7 - lane_row());
+        keep[1] = words.y << (7 - lane_row());
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float probability[2], gradient[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int of_sums = n * 4 + half * 2 + e;
+            probability[e] = probability_of(s[m][of_sums], scale, e ? lse.y : lse.x);
+            float d = dp[m][of_sums];
+            if constexpr (kDrops) {
+              d = __uint_as_float(__float_as_uint(d) & mask_of_bit(keep[e], 2 * m + half));
+            }
+            gradient[e] = probability[e] * (d - (e ? rowsum.y : rowsum.x));
+          }
+          uint32_t& of_p = probabilities[m][2 * n + half];
+          of_p = pack_pair<T>(probability[0], probability[1]);
+          if constexpr (kDrops) of_p &= mask_of_bits(keep[0], keep[1], 2 * m + half);
+          dscores[m][2 * n + half] = pack_pair<T>(gradient[0], gradient[1]);
+        }
+      }
+    }
+  }
+};
+
+// Hides keys from queries, whose scores become -inf. key, query: first of the scores.
+__device__ __forceinline__ void hide(float (&s)[kRowTiles][kChunk / 2], int key, int query,
+                                     int length_k, bool causal) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) sums[m][e] = 0.0f;
+    for (int e = 0; e < kChunk / 2; ++e) {
+      const int by = query + e / 4 * 8 + lane_column() + e % 2;
+      const int own = key + m * 16 + e / 2 % 2 * 8 + lane_row();
+      if (own >= length_k || (causal && own > by)) s[m][e] = -INFINITY;
+    }
   }
 }
 
@@ -124,81 +278,17 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
   extern __shared__ __align__(1024) unsigned char shared[];
   using Tiles = BwdTiles<kWidth, kWarps>;
   Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
-  constexpr int kColumns = kTileColumns<kWidth>, kRowBytes = 2 * kColumns;
-  constexpr int kScoreBytes = 2 * kQueryTile;  // of a row of scores
-  constexpr int kKeys = Tiles::kKeys;
-  constexpr bool kShares = kSharing<kWidth> > 1;
-  constexpr int kThreads = kWarps * kWarp;
+  constexpr bool kShares = Tiles::kSharing > 1;
   constexpr int kStages = Tiles::kStages;
-  constexpr uint32_t kStageBytes = sizeof(typename Tiles::Queries);
-  // Fragments of a warp: of its queries by its columns in dQ, and of its keys by its columns in dK
-  // and dV.
-  constexpr int kBeside = kWarps / (kQueryTile / kRows);  // warps with the same queries in dQ
-  constexpr int kQueryColumns = kWidth / kBeside, kKeyColumns = kWidth / kSharing<kWidth>;
-  constexpr int kFragments = kRowTiles * kQueryColumns / 8;
-  using Work = KeyBlock<kKeys>;
-  using Left = uint32_t (&)[4];
+  constexpr int kFragments = kRowTiles * Tiles::kQueryColumns / 8;  // of a warp's dQ
 
   const int warp = of_warp(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
-  const int share = kShares ? warp % 2 : 0;
-  const int key_of_warp = warp / kSharing<kWidth> * kRows, query_of_warp = warp / kBeside * kRows;
-  const int key_column = share * kKeyColumns, query_column = warp % kBeside * kQueryColumns;
   const float scale = p.scale * kLog2E;
   const AttentionDropout dropout = kDrops ? AttentionDropout(p.dropout) : AttentionDropout();
-
-  // Addresses of this lane, see Lane.
-  const Lane at(lane);
   const uint32_t k_tile = shared_address(tiles.k), v_tile = shared_address(tiles.v);
-  const uint32_t q_tiles = shared_address(tiles.q), dout_tiles = shared_address(tiles.dout);
   const uint32_t ds_tile = shared_address(tiles.scores[0]);
-  const uint32_t p_tile = shared_address(tiles.scores[kSharing<kWidth> - 1]);
-  const uint32_t own_keys = key_of_warp * kRowBytes + at.template left<kColumns>();
-  const uint32_t by_rows = at.template right<kColumns>(), by_columns = at.template left<kColumns>();
-  const uint32_t own_scores = swizzled<kQueryTile>(key_of_warp + lane_row(), 0) + lane_column() * 2;
-  const uint32_t scores_by_keys = key_of_warp * kScoreBytes + at.template left<kQueryTile>();
-  const uint32_t scores_by_queries =
-      (ds_tile + at.template right<kQueryTile>()) ^ (query_of_warp / 8 * 16);
-  // Eight columns from first + 8 n on, and the eight after them; n is even.
-  const auto columns = [&](uint32_t tile, int first, int n) {
-    const uint32_t lane_address = tile + by_columns;
-    if constexpr (kWidth == 96) return lane_address ^ ((first / 8 + n) * 16);
-    return lane_address ^ (first / 8 * 16) ^ (n * 16);  // first is a multiple of 32
-  };
-
-  const auto load_keys = [&](const Work& work) {
-    const Item& item = work.item;
-    const int first = item.first_k + item.start, length = item.length_k - item.start;
-    load_rows<kWidth, kKeys, kThreads>(k_tile, p.k, work.head, first, length, p.width, threadIdx.x);
-    load_rows<kWidth, kKeys, kThreads>(v_tile, p.v, work.head, first, length, p.width, threadIdx.x);
-  };
-  // Also dropout's bits.
-  const auto load_queries = [&](const Work& work, int i, int stage) {
-    const int first = work.item.first_q + i * kQueryTile, length = work.queries_from(i);
-    const uint32_t offset = stage * kStageBytes;
-    load_rows<kWidth, kQueryTile, kThreads>(q_tiles + offset, p.q, work.head, first, length,
-                                            p.width, threadIdx.x);
-    load_rows<kWidth, kQueryTile, kThreads>(dout_tiles + offset, p.dout, work.head, first, length,
-                                            p.width, threadIdx.x);
-    if constexpr (kDrops) {
-#pragma unroll
-      for (int unit = threadIdx.x; unit < kKeys / 32 * kQueryTile; unit += kThreads) {
-        const int word = unit / kQueryTile, query = unit % kQueryTile;
-        const uint32_t row = static_cast<uint32_t>(first + query) * p.heads + work.head;
-        tiles.keep[stage][word][query] = dropout.keep_word(row, work.item.start / 32 + word);
-      }
-    }
-  };
-  // lse and D.
-  const auto load_sums = [&](const Work& work, int i) {
-    const int query = threadIdx.x % kQueryTile, which = threadIdx.x / kQueryTile;
-    const float* const from = (which == 0 ? p.lse : p.rowsum) +
-                              static_cast<int64_t>(work.head) * p.rows_q + work.item.first_q +
-                              i * kQueryTile + query;
-    if (which < 2) {
-      cp_async_4_zfill(shared_address(which == 0 ? tiles.lse : tiles.rowsum) + 4 * query, from,
-                       query < work.queries_from(i));
-    }
-  };
+  const uint32_t p_tile = shared_address(tiles.scores[Tiles::kSharing - 1]);
+  const Warp<T, kWidth, kWarps> at(warp, Lane{lane}, ds_tile);
 
   if constexpr (kCasts) {
     tiles.of_queries.clear();
@@ -212,16 +302,14 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
     __syncthreads();
     const int number = *claimed;
     if (number >= count) break;
-    const Work work(p.list, p.heads, p.causal, p.most_together, number);
+    const KeyBlock<Tiles::kKeys> work(p.list, p.heads, p.causal, p.most_together, number);
     const Item& item = work.item;
-    load_keys(work);
-    load_queries(work, work.first, 0);
-    load_sums(work, work.first);
-    const int key = item.start + key_of_warp;  // of the sentence
+    load_keys(p, tiles, work);
+    load_queries<kDrops>(p, tiles, dropout, work, work.first, 0);
+    load_sums(p, tiles, work, work.first);
+    const int key = item.start + at.key;  // of the sentence
     const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
-    float dk[kRowTiles][kKeyColumns / 2], dv[kRowTiles][kKeyColumns / 2];
-    clear(dk);
-    clear(dv);
+    float dk[kRowTiles][Tiles::kKeyColumns / 2] = {}, dv[kRowTiles][Tiles::kKeyColumns / 2] = {};
 
     int i = work.first, stage = 0;
     uint32_t* to_pass = nullptr;  // the counter of the turn at the tile before
@@ -234,161 +322,58 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
       const bool continues = remaining > 1;
       cp_async_wait_all();
       __syncthreads();  // this tile has been loaded, and dS of the previous tile has been read
-      const uint32_t q_tile = q_tiles + stage * kStageBytes;
-      const uint32_t dout_tile = dout_tiles + stage * kStageBytes;
-      if (kStages > 1 && continues) load_queries(work, next, stage ^ 1);
+      const uint32_t q_tile = shared_address(tiles.q) + stage * sizeof(tiles.q[0]);
+      const uint32_t dout_tile = shared_address(tiles.dout) + stage * sizeof(tiles.q[0]);
+      if (kStages > 1 && continues) load_queries<kDrops>(p, tiles, dropout, work, next, stage ^ 1);
       const int64_t tile = static_cast<int64_t>(item.unit + i) * p.heads + work.head;
       uint32_t* const passed = p.turns + tile;
 
       // P and dS: left operands of steps of 16 queries.
-      uint32_t probabilities[kRowTiles][kChunk / 16][4], dscores[kRowTiles][kChunk / 16][4];
-      const auto store_scores = [&](uint32_t to, int chunk, const auto& scores) {
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-          for (int e = 0; e < kChunk / 4; ++e) {  // n = e / 2: 8 queries; e % 2: 8 keys
-            store_shared(((to + own_scores) ^ ((chunk + e / 2 * 8) / 8 * 16)) +
-                             (m * 16 + e % 2 * 8) * kScoreBytes,
-                         scores[m][e / 4][e % 4]);
-          }
-        }
-      };
+      uint32_t probabilities[kRowTiles][kChunk / 4], dscores[kRowTiles][kChunk / 4];
 #pragma unroll 1
-      for (int chunk = share * kChunk; chunk < kQueryTile; chunk += kSharing<kWidth> * kChunk) {
+      for (int chunk = at.share * kChunk; chunk < kQueryTile; chunk += Tiles::kSharing * kChunk) {
         // A causal mask hides all keys of the warp.
         if (p.causal && first_query + chunk + kChunk <= key) {
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-            for (int e = 0; e < kChunk / 4; ++e) {
-              probabilities[m][e / 4][e % 4] = dscores[m][e / 4][e % 4] = 0;
-            }
-          }
-          if constexpr (!kShares) store_scores(ds_tile, chunk, dscores);
+          clear(probabilities);
+          clear(dscores);
+          if constexpr (!kShares) at.store_scores(ds_tile, chunk, dscores);
           continue;
         }
-        float s[kRowTiles][kChunk / 2], dp[kRowTiles][kChunk / 2];
-        clear(s);
-        clear(dp);
-        const auto multiply = [&](auto& sums, uint32_t keys, uint32_t queries) {
-          multiply_add<T, kWidth / 16>(
-              sums,
-              [&](Left a, int m, int k) {
-                ldmatrix_x4(a, beside(keys + own_keys, 2 * k) + m * 16 * kRowBytes);
-              },
-              [&](Left b, int n, int k) {
-                ldmatrix_x4(
-                    b, beside(queries + by_rows + chunk * kRowBytes, 2 * k) + n * 8 * kRowBytes);
-              });
-        };
-        multiply(s, k_tile, q_tile);
-        multiply(dp, v_tile, dout_tile);
-
+        float s[kRowTiles][kChunk / 2] = {}, dp[kRowTiles][kChunk / 2] = {};
+        at.multiply(s, k_tile, q_tile, chunk);
+        at.multiply(dp, v_tile, dout_tile, chunk);
         const bool clear_of_hidden =
             key + kRows <= item.length_k && !(p.causal && first_query + chunk < key + kRows - 1);
-        if (!clear_of_hidden) {
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-            for (int e = 0; e < kChunk / 2; ++e) {
-              const int query = first_query + chunk + e / 4 * 8 + lane_column() + e % 2;
-              const int own = key + m * 16 + e / 2 % 2 * 8 + lane_row();
-              if (own >= item.length_k || (p.causal && own > query)) s[m][e] = -INFINITY;
-            }
-          }
-        }
-#pragma unroll
-        for (int n = 0; n < kChunk / 8; ++n) {
-          const int query = chunk + n * 8 + lane_column();  // and query + 1
-          const float2 lse = *reinterpret_cast<const float2*>(&tiles.lse[query]);
-          const float2 rowsum = *reinterpret_cast<const float2*>(&tiles.rowsum[query]);
-          // Bytes of bits: the highest one of byte b is the one of key lane_row() + 8 b.
-          uint32_t keep[2] = {~0u, ~0u};
-          if constexpr (kDrops) {
-            const uint2 words =
-                *reinterpret_cast<const uint2*>(&tiles.keep[stage][key_of_warp / 32][query]);
-            keep[0] = words.x << (7 - lane_row());
-            keep[1] = words.y << (7 - lane_row());
-          }
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              float probability[2], gradient[2];
-#pragma unroll
-              for (int e = 0; e < 2; ++e) {
-                const int of_sums = n * 4 + half * 2 + e;
-                probability[e] = probability_of(s[m][of_sums], scale, e ? lse.y : lse.x);
-                float d = dp[m][of_sums];
-                if constexpr (kDrops) {
-                  d = __uint_as_float(__float_as_uint(d) & mask_of_bit(keep[e], 2 * m + half));
-                }
-                gradient[e] = probability[e] * (d - (e ? rowsum.y : rowsum.x));
-              }
-              uint32_t& of_p = probabilities[m][n / 2][n % 2 * 2 + half];
-              of_p = pack_pair<T>(probability[0], probability[1]);
-              if constexpr (kDrops) of_p &= mask_of_bits(keep[0], keep[1], 2 * m + half);
-              dscores[m][n / 2][n % 2 * 2 + half] = pack_pair<T>(gradient[0], gradient[1]);
-            }
-          }
-        }
+        if (!clear_of_hidden) hide(s, key, first_query + chunk, item.length_k, p.causal);
+        at.template differentiate<kDrops>(tiles, stage, chunk, scale, s, dp, probabilities,
+                                          dscores);
         if constexpr (!kShares) {
-          store_scores(ds_tile, chunk, dscores);
-          const auto add = [&](auto& sums, const auto& scores, uint32_t queries) {
-            multiply_add<T, kChunk / 16>(
-                sums,
-                [&](Left a, int m, int k) {
-#pragma unroll
-                  for (int j = 0; j < 4; ++j) a[j] = scores[m][k][j];
-                },
-                [&](Left b, int n, int k) {
-                  ldmatrix_x4_trans(
-                      b, beside(queries + by_columns + chunk * kRowBytes, n) + k * 16 * kRowBytes);
-                });
-          };
-          add(dv, probabilities, dout_tile);
-          add(dk, dscores, q_tile);
+          at.store_scores(ds_tile, chunk, dscores);
+          at.add(dv, probabilities, dout_tile, chunk);
+          at.add(dk, dscores, q_tile, chunk);
         }
       }
       if constexpr (kShares) {
-        store_scores(p_tile, share * kChunk, probabilities);
-        store_scores(ds_tile, share * kChunk, dscores);
+        at.store_scores(p_tile, at.share * kChunk, probabilities);
+        at.store_scores(ds_tile, at.share * kChunk, dscores);
         __syncthreads();  // P and dS are complete; lse and D have been read
-        if (kStages > 1 && continues) load_sums(work, next);
-        const auto add = [&](auto& sums, uint32_t scores, uint32_t queries) {
-          multiply_add<T, kQuerySteps>(
-              sums,
-              [&](Left a, int m, int k) {
-                ldmatrix_x4(a, beside(scores + scores_by_keys, 2 * k) + m * 16 * kScoreBytes);
-              },
-              [&](Left b, int n, int k) {
-                ldmatrix_x4_trans(b, columns(queries, key_column, n) + k * 16 * kRowBytes);
-              });
-        };
-        add(dv, p_tile, dout_tile);
+        if (kStages > 1 && continues) load_sums(p, tiles, work, next);
+        at.add(dv, p_tile, dout_tile);
         pass();
-        add(dk, ds_tile, q_tile);
+        at.add(dk, ds_tile, q_tile);
       }
       if constexpr (kStages == 1) {
         __syncthreads();  // dS is complete; Q, dO, lse, D and bits have been read
         if (continues) {
-          load_queries(work, next, 0);
-          load_sums(work, next);
+          load_queries<kDrops>(p, tiles, dropout, work, next, 0);
+          load_sums(p, tiles, work, next);
         }
       }
       if constexpr (!kShares) pass();
       const uint32_t seen = load_acquire(passed);  // arrives during the product
 
-      float dq[kRowTiles][kQueryColumns / 2];
-      clear(dq);
-      multiply_add<T, kKeys / 16>(
-          dq,
-          [&](Left a, int m, int k) {
-            ldmatrix_x4_trans(a, beside(scores_by_queries, 2 * m) + k * 16 * kScoreBytes);
-          },
-          [&](Left b, int n, int k) {
-            ldmatrix_x4_trans(b, columns(k_tile, query_column, n) + k * 16 * kRowBytes);
-          });
+      float dq[kRowTiles][Tiles::kQueryColumns / 2] = {};
+      at.add_dq(dq, k_tile);
       const Turn turn = work.turn(i);
       add_in_turn(p.sums + (tile * kWarps + warp) * (kFragments * kFragment), passed, turn,
                   reinterpret_cast<float (&)[kFragments][4]>(dq), seen);
@@ -396,8 +381,8 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
       if (turn.is_last) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          const int query = first_query + query_of_warp + m * 16 + lane_row();
-          store<kCasts>(p.dq, tiles.of_queries, item.first_q + query, work.head, query_column,
+          const int query = first_query + at.query + m * 16 + lane_row();
+          store<kCasts>(p.dq, tiles.of_queries, item.first_q + query, work.head, at.query_column,
                         item.length_q - query, p.width, dq[m], grad_scale);
         }
       }
@@ -410,10 +395,10 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int own = key + m * 16 + lane_row(), rows = item.length_k - own;
-      store<kCasts>(p.dk, tiles.of_keys, item.first_k + own, work.head, key_column, rows, p.width,
-                    dk[m], grad_scale);
-      store<kCasts>(p.dv, tiles.of_keys, item.first_k + own, work.head, key_column, rows, p.width,
-                    dv[m], p.keep_scale);
+      store<kCasts>(p.dk, tiles.of_keys, item.first_k + own, work.head, at.key_column, rows,
+                    p.width, dk[m], grad_scale);
+      store<kCasts>(p.dv, tiles.of_keys, item.first_k + own, work.head, at.key_column, rows,
+                    p.width, dv[m], p.keep_scale);
     }
     cp_async_wait_all();  // if there is no tile of queries
     __syncthreads();      // the tiles have been read, and no warp waits for a turn
@@ -429,49 +414,19 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
 void mma_bwd(const Call& a, const Backward& b) {
   const int32_t device = a.q.get_device();
   const cudaStream_t stream = current_stream(device);
-  const int64_t heads = a.q.size(1);
-  dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
+  dispatch_long(a, b.casts.dq, [&](auto zero, auto width, auto drops, auto casts) {
     using T = decltype(zero);
-    constexpr int kWidth = decltype(width)::value;
     const auto start = [&](auto warps) {
-      constexpr int kWarps = decltype(warps)::value;
-      using Tiles = BwdTiles<kWidth, kWarps>;
+      using Tiles = BwdTiles<width, warps>;
       Tensor memory;
       const ItemList list = list_items(a, Tiles::kKeys, false, memory, stream);
-      const int64_t units = most_units(a);
-      const Tensor turns = allocate(a.q, {units, heads}, ScalarType::Int);
-      const Tensor sums = allocate(a.q, {units, heads, kQueryTile, kWidth}, ScalarType::Float);
-      const OfQueries of_queries = attention::of_queries(a, b, turns, stream);
-      BwdParams<T> params{.dout = packed<const T>(a.op, "dout", b.dout),
-                          .q = packed<const T>(a.op, "q", a.q),
-                          .k = packed<const T>(a.op, "k", a.k),
-                          .v = packed<const T>(a.op, "v", a.v),
-                          .dq = result_of<T>(a.op, "dq", b.dq, b.casts.dq),
-                          .dk = result_of<T>(a.op, "dk", b.dk, b.casts.dk),
-                          .dv = result_of<T>(a.op, "dv", b.dv, b.casts.dv),
-                          .list = list,
-                          .lse = of_queries.lse,
-                          .rowsum = of_queries.rowsum,
-                          .sums = sums.mutable_data_ptr<float>(),
-                          .turns = static_cast<uint32_t*>(turns.data_ptr()),
-                          .rows_q = static_cast<int>(a.q.size(0)),
-                          .heads = static_cast<int>(heads),
-                          .width = static_cast<int>(a.q.size(2)),
-                          .most_together = 0,
-                          .causal = a.causal,
-                          .scale = static_cast<float>(a.scale),
-                          .keep_scale = a.keep_scale(),
-                          .grad_scale = a.grad_scale(),
-                          .dropout = dropout_of(a)};
-      dispatch_cast<T>(b.casts.dq, [&](auto is_cast) {
-        launch_in_turns(a.op,
-                        attention_mma_bwd_kernel<T, kWidth, kWarps, decltype(drops)::value,
-                                                 decltype(is_cast)::value>,
-                        params, kWarps * kWarp, sizeof(Tiles), device, stream);
-      });
+      const Workspace workspace = prepare_workspace(a, b, 1, kQueryTile * width, stream);
+      BwdParams<T> params(a, b, list, workspace);
+      launch_in_turns(a.op, attention_mma_bwd_kernel<T, width, warps, drops, casts>, params,
+                      warps * kWarp, sizeof(Tiles), device, stream);
     };
-    if constexpr (kWidth == 128) {
-      constexpr int kNeeded = sizeof(BwdTiles<kWidth, kManyWarps>);
+    if constexpr (width == 128) {
+      constexpr int kNeeded = sizeof(BwdTiles<width, kManyWarps>);
       if (shared_memory_of_block(device) >= kNeeded)
         return start(std::integral_constant<int, kManyWarps>());
     }

@@ -29,14 +29,9 @@ namespace lightseq::attention {
 namespace {
 
 template <typename T>
-struct FwdParams {
-  Work work;
-  Packed<const T> q, k, v;
+struct FwdParams : UnitParams<T> {
   Packed<T> out;
   Lse<T>* lse;
-  float scale;
-  float keep_scale;  // 1 / (1 - p)
-  Dropout dropout;
   Cast cast;  // of out
 };
 
@@ -80,16 +75,7 @@ __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidt
   hide(s, place.position, keys.first, unit.length_k, p.work.causal, clear_end);
 
   float largest[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float x = -INFINITY;
-#pragma unroll
-    for (int n = 0; n < kChunk / 8; ++n) {
-      x = fmaxf(x, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
-    }
-    x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
-    largest[half] = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
-  }
+  find_largest(largest, s);
   const float tolerance = kTolerance / scale;
   const bool outgrown =
       largest[0] > state.shift[0] + tolerance || largest[1] > state.shift[1] + tolerance;
@@ -97,18 +83,7 @@ __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidt
     state.shift[0] = largest[0];
     state.shift[1] = largest[1];
   } else if (__any_sync(kAllLanes, outgrown)) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float next = fmaxf(state.shift[half], largest[half]);
-      const float shrink = Base<T>::exp((state.shift[half] - next) * scale);
-      state.shift[half] = next;
-      state.sum[half] *= shrink;
-#pragma unroll
-      for (int n = 0; n < kWidth / 8; ++n) {
-        state.o[n][half * 2] *= shrink;
-        state.o[n][half * 2 + 1] *= shrink;
-      }
-    }
+    raise_shift<T>(state.shift, state.sum, state.o, largest, scale);
   }
 
 #pragma unroll
@@ -191,26 +166,16 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
     }
 
     if (!works) return;
-    const float scale = p.scale * Base<T>::kLogE;
-    float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int position = place.position + lane_row() + half * 8;
-      float total = state.sum[half] + __shfl_xor_sync(kAllLanes, state.sum[half], 1);
-      total += __shfl_xor_sync(kAllLanes, total, 2);
-      const bool sees = unit.length_k > 0;
-      factor[half] = sees ? Base<T>::divide(p.keep_scale, total) : 0.0f;
-      if (lane_column() == 0 && position < unit.length_q) {
-        p.lse[static_cast<int64_t>(unit.first_q + position) * work.heads + place.head] =
-            sees ? lse_of<T>(state.shift[half] * scale, total) : 0;
-      }
-    }
     const HeadRows queries = queries_of(unit, place);
-    store_rows<T, kWidth>(p.out, queries, tiles.q.row(place.row), state.o, factor[0], factor[1],
+    const int row = queries.first + lane_row(), rows = queries.length - lane_row();
+    const float2 factor = end_softmax<T>(
+        state.shift, state.sum, p.scale * Base<T>::kLogE, p.keep_scale, unit.length_k > 0,
+        p.lse + static_cast<int64_t>(row) * work.heads + place.head, work.heads, rows);
+    store_rows<T, kWidth>(p.out, queries, tiles.q.row(place.row), state.o, factor.x, factor.y,
                           work.width);
     if constexpr (kCasts) {
-      cast_sums(p.cast, tiles.statistics, queries.first + lane_row(), queries.head * work.width,
-                queries.length - lane_row(), work.width, state.o, factor[0], factor[1]);
+      cast_sums(p.cast, tiles.statistics, row, queries.head * work.width, rows, work.width, state.o,
+                factor.x, factor.y);
     }
   });
   if (kCasts && threadIdx.x == 0) tiles.statistics.publish(p.cast);
@@ -219,28 +184,15 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
 }  // namespace
 
 void short_fwd(const Call& a, const Forward& f) {
-  dispatch(a.op, a.q, [&](auto zero, auto tile_width) {
+  dispatch(a, [&](auto zero, auto width) {
     using T = decltype(zero);
-    constexpr int kWidth = decltype(tile_width)::value;
-    FwdParams<T> p;
-    p.q = packed<const T>(a.op, "q", a.q);
-    p.k = packed<const T>(a.op, "k", a.k);
-    p.v = packed<const T>(a.op, "v", a.v);
-    p.dropout = dropout_of(a);
+    const UnitParams<T> of_both(a);
     if (f.out.numel() == 0) return;
-    p.out = packed<T>(a.op, "out", f.out);
-    p.lse = f.lse.mutable_data_ptr<Lse<T>>();
-    p.scale = static_cast<float>(a.scale);
-    p.keep_scale = a.keep_scale();
-    p.cast = f.cast;
-    p.work = work_of(a);
+    const FwdParams<T> p{of_both, packed<T>(a.op, "out", f.out), f.lse.mutable_data_ptr<Lse<T>>(),
+                         f.cast};
     dispatch_cast<T>(f.cast, [&](auto casts) {
-      launch({.op = a.op,
-              .grid = grid_of(p.work),
-              .block = kThreads<T, kWidth>,
-              .shared = sizeof(FwdTiles<T, kWidth>),
-              .stream = current_stream(a.q.get_device())},
-             attention_short_fwd_kernel<T, kWidth, decltype(casts)::value>, p);
+      launch_units(a, attention_short_fwd_kernel<T, width, casts>, p, kThreads<T, width>,
+                   sizeof(FwdTiles<T, width>));
     });
   });
 }

@@ -1,5 +1,5 @@
-// Attention of long sentences, backward, in float32, for heads of at most 64 columns. wgmma_bwd.cu
-// has the formulas, and explains how blocks of keys add to dQ in turn.
+// Attention of long sentences, backward, in float32, for heads of at most 64 columns. short_bwd.cu
+// has the formulas, turns.cuh explains how blocks of keys add to dQ in turn.
 //
 // The tensor cores multiply numbers of 11 bits (TF32). A float32 is the sum of two of them, high
 // and low, and a product of two float32 is high * high + high * low + low * high; what is left out
@@ -34,19 +34,7 @@ constexpr int kRows = 16, kColumns = 32;  // of a warp, in each product
 constexpr int kAcross = kColumns / 8;     // fragments of 16 x 8 numbers
 constexpr int kWarps = kSide / kRows * (kSide / kColumns), kThreads = kWarps * kWarp;
 
-struct Params {
-  Packed<const float> dout, q, k, v;
-  Packed<float> dq, dk, dv;
-  ItemList list;
-  const float *lse, *lse_low;  // [H, Tq]: lse is their sum
-  const float* rowsum;         // [H, Tq]: D
-  float* sums;                 // dQ: [tiles of queries, H, warps, fragments, kFragment]
-  uint32_t* turns;  // [tiles of queries, H, warps]: how many blocks have added; zero at the start
-  int rows_q, heads, width, most_together;
-  bool causal;
-  float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
-  Dropout dropout;
-};
+using Params = BwdParams<float>;
 
 using Work = KeyBlock<kSide>;
 
@@ -61,14 +49,6 @@ struct FloatTiles {
   uint32_t keep[kSide][2];             // bits of 64 keys
   int number;                          // of an item
 };
-
-__device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-  for (int n = 0; n < kAcross; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
-  }
-}
 
 __device__ __forceinline__ void add(Sums& sums, const Sums& more) {
 #pragma unroll
@@ -111,9 +91,8 @@ using ByColumns = Operand<1, kPitch, kPitch>;
 // sums = left right
 template <typename Left, typename Right>
 __device__ __forceinline__ void multiply(Sums& sums, const Left& left, const Right& right) {
-  Sums small;
+  Sums small = {};
   clear(sums);
-  clear(small);
 #pragma unroll 1
   for (int first = 0; first < kSide; first += 16) {
     Split<4> a[2];
@@ -230,9 +209,7 @@ __global__ __launch_bounds__(kThreads,
     load_dout(work, work.first);
     draw(work, work.first);
     const float grad_scale = grad_scale_of(p.grad_scale, item.length_k);
-    Sums dk, dv;
-    clear(dk);
-    clear(dv);
+    Sums dk = {}, dv = {};
 
     int i = work.first;
 #pragma unroll 1
@@ -340,15 +317,15 @@ __global__ __launch_bounds__(kThreads,
       __syncwarp();
       if (!turn.is_last && threadIdx.x % kWarp == 0) pass_turn(p.turns + part);
       if (turn.is_last) {
-        store(p.dq, item.first_q + first_query + own, work.head, column,
+        store(p.dq.rows, item.first_q + first_query + own, work.head, column,
               item.length_q - first_query - own, p.width, dq, grad_scale);
       }
       i = next;
     }
 
     const int key = item.first_k + item.start + own, keys = item.length_k - item.start - own;
-    store(p.dk, key, work.head, column, keys, p.width, dk, grad_scale);
-    store(p.dv, key, work.head, column, keys, p.width, dv, p.keep_scale);
+    store(p.dk.rows, key, work.head, column, keys, p.width, dk, grad_scale);
+    store(p.dv.rows, key, work.head, column, keys, p.width, dv, p.keep_scale);
     cp_async_wait_all();  // if there is no tile of queries
     __syncthreads();      // the tiles have been read, and no warp waits for a turn
   }
@@ -359,35 +336,10 @@ __global__ __launch_bounds__(kThreads,
 void tf32_bwd(const Call& a, const Backward& b) {
   const int32_t device = a.q.get_device();
   const cudaStream_t stream = current_stream(device);
-  const int64_t heads = a.q.size(1);
   Tensor memory;
   const ItemList list = list_items(a, kSide, false, memory, stream);
-  const int64_t parts = most_units(a) * heads * kWarps;
-  const Tensor turns = allocate(a.q, {parts}, ScalarType::Int);
-  const Tensor sums = allocate(a.q, {parts, kAcross, kFragment}, ScalarType::Float);
-  const OfQueries of_queries = attention::of_queries(a, b, turns, stream);
-  Params params{.dout = packed<const float>(a.op, "dout", b.dout),
-                .q = packed<const float>(a.op, "q", a.q),
-                .k = packed<const float>(a.op, "k", a.k),
-                .v = packed<const float>(a.op, "v", a.v),
-                .dq = packed<float>(a.op, "dq", b.dq),
-                .dk = packed<float>(a.op, "dk", b.dk),
-                .dv = packed<float>(a.op, "dv", b.dv),
-                .list = list,
-                .lse = of_queries.lse,
-                .lse_low = of_queries.lse_low,
-                .rowsum = of_queries.rowsum,
-                .sums = sums.mutable_data_ptr<float>(),
-                .turns = static_cast<uint32_t*>(turns.data_ptr()),
-                .rows_q = static_cast<int>(a.q.size(0)),
-                .heads = static_cast<int>(heads),
-                .width = static_cast<int>(a.q.size(2)),
-                .most_together = 0,
-                .causal = a.causal,
-                .scale = static_cast<float>(a.scale),
-                .keep_scale = a.keep_scale(),
-                .grad_scale = a.grad_scale(),
-                .dropout = dropout_of(a)};
+  const Workspace workspace = prepare_workspace(a, b, kWarps, kAcross * kFragment, stream);
+  Params params(a, b, list, workspace);
   const auto kernel = params.dropout.threshold > 0 ? attention_tf32_bwd_kernel<true>
                                                    : attention_tf32_bwd_kernel<false>;
   launch_in_turns(a.op, kernel, params, kThreads, sizeof(FloatTiles), device, stream);

@@ -164,6 +164,66 @@ __device__ __forceinline__ void draw(Keep<kRows>& keep, const Plan& plan, const 
 // overflow.
 constexpr float kTolerance = 8.0f;
 
+// The sum of the four lanes that have the columns of a row.
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+__device__ __forceinline__ float largest_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+
+// Of rows r and r + 8 (r = lane_row()) of a warp's 16 rows of scores.
+template <int kBlocks>
+__device__ __forceinline__ void find_largest(float (&largest)[2], const float (&s)[kBlocks][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float x = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) x = fmaxf(x, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+    largest[half] = largest_of_row(x);
+  }
+}
+
+// Raises the shift of the warp's rows to the largest scores; sums and results shrink.
+template <typename T, int kBlocks>
+__device__ __forceinline__ void raise_shift(float (&shift)[2], float (&sum)[2],
+                                            float (&o)[kBlocks][4], const float (&largest)[2],
+                                            float scale) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float next = fmaxf(shift[half], largest[half]);
+    const float shrink = Base<T>::exp((shift[half] - next) * scale);
+    shift[half] = next;
+    sum[half] *= shrink;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      o[n][half * 2] *= shrink;
+      o[n][half * 2 + 1] *= shrink;
+    }
+  }
+}
+
+// Writes lse of rows r and r + 8 (r = lane_row()), and returns the factors of their results. sum:
+// of this lane's exponentials. lse: of row r; rows: how many exist from row r on. The results of
+// rows without keys are zero.
+template <typename T>
+__device__ __forceinline__ float2 end_softmax(const float (&shift)[2], const float (&sum)[2],
+                                              float scale, float keep_scale, bool has_keys,
+                                              Lse<T>* lse, int heads, int rows) {
+  float factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float total = sum_of_row(sum[half]);
+    factor[half] = has_keys ? Base<T>::divide(keep_scale, total) : 0.0f;
+    if (lane_column() == 0 && rows > half * 8) {
+      lse[half * 8 * heads] = has_keys ? lse_of<T>(shift[half] * scale, total) : 0;
+    }
+  }
+  return {factor[0], factor[1]};
+}
+
 // The factor of dQ and dK of a sentence. A single key has probability 1 whatever its score is, so
 // the gradient of the score is zero: dS is the difference of two equal terms, and the computed dS
 // has only their rounding errors.
@@ -245,9 +305,38 @@ inline Dropout dropout_of(const Call& a) {
           Dropout::threshold_of(a.dropout_p)};
 }
 
+// The parameters of both passes over units.
+template <typename T>
+struct UnitParams {
+  Work work;
+  Packed<const T> q, k, v;
+  float scale, keep_scale;  // keep_scale: 1 / (1 - p)
+  Dropout dropout;
+
+  explicit UnitParams(const Call& a)
+      : work(work_of(a)),
+        q(packed<const T>(a.op, "q", a.q)),
+        k(packed<const T>(a.op, "k", a.k)),
+        v(packed<const T>(a.op, "v", a.v)),
+        scale(static_cast<float>(a.scale)),
+        keep_scale(a.keep_scale()),
+        dropout(dropout_of(a)) {}
+};
+
+template <typename Params>
+void launch_units(const Call& a, void (*kernel)(Params), const Params& params, unsigned threads,
+                  size_t shared) {
+  launch({.op = a.op,
+          .grid = static_cast<unsigned>(params.work.blocks) + kZeroBlocks,
+          .block = threads,
+          .shared = shared,
+          .stream = current_stream(a.q.get_device())},
+         kernel, params);
+}
+
 template <typename Function>
-void dispatch(const char* op, const Tensor& q, Function&& function) {
-  dispatch(op, "q", q.scalar_type(), q.size(2), std::forward<Function>(function));
+void dispatch(const Call& a, Function&& function) {
+  dispatch(a.op, "q", a.q.scalar_type(), a.q.size(2), std::forward<Function>(function));
 }
 
 }  // namespace lightseq::attention

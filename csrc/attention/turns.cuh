@@ -19,11 +19,34 @@
 
 #include <cstdint>
 
-#include "attention/work_list.cuh"
+#include "attention/cast.cuh"
+#include "attention/mma.cuh"
 
 namespace lightseq::attention {
 
 constexpr int kQueryTile = 64;
+
+template <typename T>
+struct BwdParams : MmaParams<T> {
+  Packed<const T> dout;
+  Result<T> dq, dk, dv;
+  const float *lse, *rowsum, *lse_low;  // see Workspace, also for the next two
+  uint32_t* turns;
+  float* sums;
+  int most_together = 0;  // see launch_in_turns()
+
+  BwdParams(const Call& a, const Backward& b, const ItemList& list, const Workspace& workspace)
+      : MmaParams<T>(a, list),
+        dout(packed<const T>(a.op, "dout", b.dout)),
+        dq(result_of<T>(a.op, "dq", b.dq, b.casts.dq)),
+        dk(result_of<T>(a.op, "dk", b.dk, b.casts.dk)),
+        dv(result_of<T>(a.op, "dv", b.dv, b.casts.dv)),
+        lse(workspace.lse),
+        rowsum(workspace.rowsum),
+        lse_low(workspace.lse_low),
+        turns(workspace.turns),
+        sums(workspace.sums) {}
+};
 
 // When a block adds to a tile.
 struct Turn {
@@ -152,13 +175,6 @@ __device__ __forceinline__ void add_in_turn(float* part, const uint32_t* passed,
 #pragma unroll
     for (int n = 0; n < kFragments; ++n) add_to(part + n * kFragment, x[n]);
   }
-}
-
-// Lets the next block add. One thread calls it, after a barrier with those that have added. It
-// waits until their additions are complete.
-__device__ __forceinline__ void pass_turn(uint32_t* passed) {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(passed) : "memory");
 }
 
 // Launches as many blocks as are resident. params.most_together becomes the number of blocks of a

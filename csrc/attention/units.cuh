@@ -236,8 +236,4 @@ inline Work work_of(const Call& a) {
           .blocks = a.most_of_short > 0 ? (rows + (1 << shift) - 1) >> shift : 0};
 }
 
-inline unsigned grid_of(const Work& work) {
-  return static_cast<unsigned>(work.blocks) + kZeroBlocks;
-}
-
 }  // namespace lightseq::attention

@@ -1,10 +1,5 @@
-// Attention of long sentences in 16 bits, backward, on GPUs of compute capability 9.0.
-// work_list.cuh explains the work list.
-//
-//   P = exp(scale * q k^T - lse)      M = dropout mask of zeros and ones
-//   D = rowsum(P * M * dO V^T) = (1 - p) rowsum(dO * O)      by a kernel before this one
-//   dV = (P * M)^T dO / (1 - p)       dS = P * (M * dO V^T - D)
-//   dQ = scale / (1 - p) dS K         dK = scale / (1 - p) dS^T Q
+// Attention of long sentences in 16 bits, backward, on GPUs of compute capability 9.0. short_bwd.cu
+// has the formulas; a kernel before this one computes D. work_list.cuh explains the work list.
 //
 // An item is a block of 128 keys of one head. A thread block takes one item after the other, and
 // iterates over the queries of its sentence. Two consumer warpgroups have 64 keys each:
@@ -185,10 +180,7 @@ __device__ __forceinline__ void take_turns(const BwdParams& p, BwdTiles<kWidth>&
       __syncwarp();
       if (is_first_lane) tiles.turn.arrive();
       tiles.added.wait(parity);
-      if (i >= steps.finished_end && is_first_lane) {
-        asm volatile("fence.acq_rel.gpu;" ::: "memory");
-        asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
-      }
+      if (i >= steps.finished_end && is_first_lane) pass_turn(turn);
     }
   }
 }
@@ -606,15 +598,14 @@ __global__ __launch_bounds__(kTile) void draw_kernel(const ItemList list, const 
 void wgmma_bwd(const Call& a, const Backward& b) {
   const int32_t device = a.q.get_device();
   const cudaStream_t stream = current_stream(device);
-  const int64_t rows = a.q.size(0), heads = a.q.size(1), units = most_units(a);
+  const int heads = static_cast<int>(a.q.size(1));
   Tensor memory;
   const ItemList list = list_items(a, kTile, true, memory, stream);
-  const Tensor turns = allocate(a.q, {units, heads}, ScalarType::Int);
   Bits bits = {};
   Tensor bits_memory;
   if (const Dropout dropout = dropout_of(a); dropout.threshold > 0) {
     bits.keys = (a.max_k + kTile - 1) / kTile * kTile;
-    bits_memory = allocate(a.q, {2 * units, heads, bits.keys}, ScalarType::Int);
+    bits_memory = allocate(a.q, {2 * most_units(a), heads, bits.keys}, ScalarType::Int);
     bits.words = static_cast<uint32_t*>(bits_memory.data_ptr());
     // rowsum_kernel runs beside it; the longer the sentences, the more bits.
     const int64_t resident = resident_blocks(draw_kernel, kTile, device);
@@ -623,24 +614,20 @@ void wgmma_bwd(const Call& a, const Backward& b) {
             .block = kTile,
             .stream = stream,
             .dependent = true},
-           draw_kernel, list, bits, dropout, static_cast<int>(heads), a.causal);
+           draw_kernel, list, bits, dropout, heads, a.causal);
   }
-  const OfQueries of_queries = attention::of_queries(a, b, turns, stream);
-  dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
-    using T = decltype(zero);
-    constexpr int kWidth = decltype(width)::value;
-    constexpr bool kDrops = decltype(drops)::value;
-    using Tiles = BwdTiles<kWidth>;
-    const Tensor sums = allocate(a.q, {units, heads, kBoxes<kWidth>, 64, 64}, ScalarType::Float);
+  dispatch_long(a, b.casts.dq, [&](auto zero, auto width, auto drops, auto casts) {
+    using Tiles = BwdTiles<width>;
+    const Workspace workspace = prepare_workspace(a, b, 1, kBoxes<width> * 64 * 64, stream);
     const BwdParams p{.q = tensor_map_of_heads(a.q, Tiles::kRows),
                       .dout = tensor_map_of_heads(b.dout, Tiles::kRows),
                       .k = tensor_map_of_heads(a.k, kTile),
                       .v = tensor_map_of_heads(a.v, kTile),
                       .list = list,
-                      .lse = of_queries.lse,
-                      .rowsum = of_queries.rowsum,
-                      .sums = static_cast<float4*>(sums.data_ptr()),
-                      .turns = static_cast<uint32_t*>(turns.data_ptr()),
+                      .lse = workspace.lse,
+                      .rowsum = workspace.rowsum,
+                      .sums = reinterpret_cast<float4*>(workspace.sums),
+                      .turns = workspace.turns,
                       .dq = b.dq.data_ptr(),
                       .dk = b.dk.data_ptr(),
                       .dv = b.dv.data_ptr(),
@@ -650,8 +637,8 @@ void wgmma_bwd(const Call& a, const Backward& b) {
                       .dk_head = b.dk.stride(1),
                       .dv_token = b.dv.stride(0),
                       .dv_head = b.dv.stride(1),
-                      .rows_q = static_cast<int>(rows),
-                      .heads = static_cast<int>(heads),
+                      .rows_q = static_cast<int>(a.q.size(0)),
+                      .heads = heads,
                       .width = static_cast<int>(a.q.size(2)),
                       .causal = a.causal,
                       .scale = static_cast<float>(a.scale),
@@ -659,15 +646,13 @@ void wgmma_bwd(const Call& a, const Backward& b) {
                       .grad_scale = a.grad_scale(),
                       .bits = bits,
                       .casts = b.casts};
-    dispatch_cast<T>(b.casts.dq, [&](auto is_cast) {
-      launch({.op = a.op,
-              .grid = static_cast<unsigned>(resident_blocks(device, 1)),
-              .block = kWgmmaThreads,
-              .shared = sizeof(Tiles),
-              .stream = stream,
-              .dependent = true},
-             attention_wgmma_bwd_kernel<T, kWidth, kDrops, decltype(is_cast)::value>, p);
-    });
+    launch({.op = a.op,
+            .grid = static_cast<unsigned>(resident_blocks(device, 1)),
+            .block = kWgmmaThreads,
+            .shared = sizeof(Tiles),
+            .stream = stream,
+            .dependent = true},
+           attention_wgmma_bwd_kernel<decltype(zero), width, drops, casts>, p);
   });
 }
 

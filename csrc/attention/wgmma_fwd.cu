@@ -277,17 +277,8 @@ __device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& t
     release(tiles.v_empty[vs.index]);
     vs.advance();
 
-    float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float total = sum[half] + __shfl_xor_sync(kAllLanes, sum[half], 1);
-      total += __shfl_xor_sync(kAllLanes, total, 2);
-      factor[half] = __fdividef(p.keep_scale, total);
-      if (c == 0 && rows > half * 8) {
-        lse[half * 8 * p.heads] = (shift[half] * scale + __log2f(total)) * Base<T>::kLn;
-      }
-    }
-    store(factor[0], factor[1]);
+    const float2 factor = end_softmax<T>(shift, sum, scale, p.keep_scale, true, lse, p.heads, rows);
+    store(factor.x, factor.y);
   }
   if (kCasts && lane == 0) tiles.statistics.of_warp[threadIdx.x / kWarp].publish(p.cast);
 }
@@ -337,32 +328,27 @@ void wgmma_fwd(const Call& a, const Forward& f) {
   const cudaStream_t stream = current_stream(device);
   Tensor memory;
   const ItemList list = list_items(a, 0, true, memory, stream);
-  dispatch_long(a.q, a.dropout_p, [&](auto zero, auto width, auto drops) {
-    using T = decltype(zero);
-    constexpr int kWidth = decltype(width)::value;
-    const FwdParams params{.q = tensor_map_of_heads(a.q, kTile),
-                           .k = tensor_map_of_heads(a.k, kTile),
-                           .v = tensor_map_of_heads(a.v, kTile),
-                           .list = list,
-                           .out = f.out.data_ptr(),
-                           .lse = f.lse.mutable_data_ptr<float>(),
-                           .heads = static_cast<int>(a.q.size(1)),
-                           .width = static_cast<int>(a.q.size(2)),
-                           .causal = a.causal,
-                           .scale = static_cast<float>(a.scale),
-                           .keep_scale = a.keep_scale(),
-                           .dropout = dropout_of(a),
-                           .cast = f.cast};
-    dispatch_cast<T>(f.cast, [&](auto casts) {
-      launch({.op = a.op,
-              .grid = static_cast<unsigned>(resident_blocks(device, 1)),
-              .block = kWgmmaThreads,
-              .shared = sizeof(FwdTiles<kWidth>),
-              .stream = stream,
-              .dependent = true},
-             attention_wgmma_fwd_kernel<T, kWidth, decltype(drops)::value, decltype(casts)::value>,
-             params);
-    });
+  const FwdParams params{.q = tensor_map_of_heads(a.q, kTile),
+                         .k = tensor_map_of_heads(a.k, kTile),
+                         .v = tensor_map_of_heads(a.v, kTile),
+                         .list = list,
+                         .out = f.out.data_ptr(),
+                         .lse = f.lse.mutable_data_ptr<float>(),
+                         .heads = static_cast<int>(a.q.size(1)),
+                         .width = static_cast<int>(a.q.size(2)),
+                         .causal = a.causal,
+                         .scale = static_cast<float>(a.scale),
+                         .keep_scale = a.keep_scale(),
+                         .dropout = dropout_of(a),
+                         .cast = f.cast};
+  dispatch_long(a, f.cast, [&](auto zero, auto width, auto drops, auto casts) {
+    launch({.op = a.op,
+            .grid = static_cast<unsigned>(resident_blocks(device, 1)),
+            .block = kWgmmaThreads,
+            .shared = sizeof(FwdTiles<width>),
+            .stream = stream,
+            .dependent = true},
+           attention_wgmma_fwd_kernel<decltype(zero), width, drops, casts>, params);
   });
 }
 

@@ -162,8 +162,8 @@ __global__ __launch_bounds__(kListThreads) void list_kernel(const Boundaries bou
   griddepcontrol_wait();
 }
 
-// Computes the members of OfQueries, [H, Tq] each, and zeroes the counters in `turns`. Eight lanes
-// process one head of a row, 16 bytes per lane at a time.
+// Computes lse, lse_low and rowsum of the workspace, and zeroes the counters in `turns`. Eight
+// lanes process one head of a row, 16 bytes per lane at a time.
 template <typename T>
 __global__ __launch_bounds__(256) void rowsum_kernel(Packed<const T> dout, Packed<const T> out,
                                                      const Lse<T>* lse, float* lse_of_heads,
@@ -226,15 +226,19 @@ ItemList list_items(const Call& a, int block_keys, bool interleaved, Tensor& mem
   return {list, counts};
 }
 
-OfQueries of_queries(const Call& a, const Backward& b, const Tensor& turns, cudaStream_t stream) {
+Workspace prepare_workspace(const Call& a, const Backward& b, int64_t parts, int64_t numbers,
+                            cudaStream_t stream) {
   constexpr int kThreads = 256, kLines = kThreads / 8;
   const int64_t rows = a.q.size(0), heads = a.q.size(1);
   const bool has_low = a.q.scalar_type() == ScalarType::Float;
-  const Tensor memory = allocate(a.q, {has_low ? 3 : 2, heads, rows}, ScalarType::Float);
-  float* const lse_of_heads = memory.mutable_data_ptr<float>();
-  float* const rowsum = lse_of_heads + heads * rows;
-  float* const lse_low = has_low ? rowsum + heads * rows : nullptr;
-  const auto start = [&](auto zero) {
+  parts *= most_units(a) * heads;
+  const Tensor of_queries = allocate(a.q, {has_low ? 3 : 2, heads, rows}, ScalarType::Float);
+  const Tensor counters = allocate(a.q, {parts}, ScalarType::Int);
+  const Tensor sums = allocate(a.q, {parts, numbers}, ScalarType::Float);
+  float* const lse = of_queries.mutable_data_ptr<float>();
+  float *const rowsum = lse + heads * rows, *const lse_low = rowsum + heads * rows;
+  uint32_t* const turns = static_cast<uint32_t*>(counters.data_ptr());
+  dispatch_float(a.q.scalar_type(), "attention_bwd: q", [&](auto zero) {
     using T = decltype(zero);
     launch({.op = a.op,
             .grid = static_cast<unsigned>(blocks_for(rows * heads, kLines)),
@@ -242,13 +246,11 @@ OfQueries of_queries(const Call& a, const Backward& b, const Tensor& turns, cuda
             .stream = stream,
             .dependent = true},
            rowsum_kernel<T>, packed<const T>(a.op, "dout", b.dout),
-           packed<const T>(a.op, "out", b.out), b.lse.const_data_ptr<Lse<T>>(), lse_of_heads,
-           lse_low, rowsum, static_cast<uint32_t*>(turns.data_ptr()), turns.numel(),
-           static_cast<int>(rows), static_cast<int>(heads), static_cast<int>(a.q.size(2)),
-           static_cast<float>(1.0 - a.dropout_p));
-  };
-  dispatch_float(a.q.scalar_type(), "attention_bwd: q", start);
-  return {memory, lse_of_heads, lse_low, rowsum};
+           packed<const T>(a.op, "out", b.out), b.lse.const_data_ptr<Lse<T>>(), lse, lse_low,
+           rowsum, turns, parts, static_cast<int>(rows), static_cast<int>(heads),
+           static_cast<int>(a.q.size(2)), static_cast<float>(1.0 - a.dropout_p));
+  });
+  return {of_queries, counters, sums, lse, rowsum, lse_low, turns, sums.mutable_data_ptr<float>()};
 }
 
 }  // namespace lightseq::attention

@@ -9,11 +9,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "attention/method.h"
 #include "attention/tiles.cuh"
 #include "common/device.h"
+#include "common/fp8_cast.cuh"
 
 namespace lightseq::attention {
 
@@ -128,41 +128,46 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   return x;
 }
 
-// Backward's inputs that have one number for each query and head.
-struct OfQueries {
-  Tensor memory;
+// Lets the next block add. One thread calls it, after a barrier with those that have added. It
+// waits until their additions are complete.
+__device__ __forceinline__ void pass_turn(uint32_t* passed) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(passed) : "memory");
+}
+
+// Backward's memory, which must outlive the kernel. A block has a turn to add to a part of dQ; each
+// tile of queries has one part or several.
+struct Workspace {
+  Tensor of_queries, counters, parts;
   const float* lse;      // [H, Tq], times log2(e) in 16 bits
-  const float* lse_low;  // [H, Tq]: the remainder that lse lacks; only in float32
   const float* rowsum;   // [H, Tq]: D = (1 - p) rowsum(dO * O)
+  const float* lse_low;  // [H, Tq]: the remainder that lse lacks; only in float32
+  uint32_t* turns;       // [tiles of queries, H, parts]: how many blocks have added; zero at first
+  float* sums;           // dQ: [tiles of queries, H, parts, numbers of a part]
 };
 
-// Computes these inputs, and zeroes the counters in `turns`.
-OfQueries of_queries(const Call& a, const Backward& b, const Tensor& turns, cudaStream_t stream);
+// Allocates the workspace, computes lse, rowsum and lse_low, and zeroes the counters. parts: of a
+// tile of queries of a head, with `numbers` of dQ each.
+Workspace prepare_workspace(const Call& a, const Backward& b, int64_t parts, int64_t numbers,
+                            cudaStream_t stream);
 
-// Calls function(zero of the element type, columns that products have, whether there is dropout).
+// Calls function(zero of the element type, columns that products have, whether there is dropout,
+// whether the kernel casts its results).
 template <typename Function>
-void dispatch_long(const Tensor& q, double dropout_p, Function&& function) {
-  const auto by_dropout = [&](auto zero, auto width) {
-    if (Dropout::threshold_of(dropout_p) > 0) {
-      function(zero, width, std::true_type{});
-    } else {
-      function(zero, width, std::false_type{});
-    }
-  };
-  const auto by_width = [&](auto zero) {
-    if (q.size(2) <= 64) {
-      by_dropout(zero, std::integral_constant<int, 64>{});
-    } else if (q.size(2) <= 96) {
-      by_dropout(zero, std::integral_constant<int, 96>{});
-    } else {
-      by_dropout(zero, std::integral_constant<int, 128>{});
-    }
-  };
-  if (q.scalar_type() == torch::headeronly::ScalarType::Half) {
-    by_width(__half{});
-  } else {
-    by_width(__nv_bfloat16{});
-  }
+void dispatch_long(const Call& a, const Cast& cast, Function&& function) {
+  const int64_t columns = a.q.size(2);
+  dispatch_16_bits(a.q.scalar_type(), [&](auto zero) {
+    dispatch_value<64, 96, 128>(
+        columns <= 64   ? 64
+        : columns <= 96 ? 96
+                        : 128,
+        [&](auto width) {
+          dispatch_value<false, true>(Dropout::threshold_of(a.dropout_p) > 0, [&](auto drops) {
+            dispatch_cast<decltype(zero)>(cast,
+                                          [&](auto casts) { function(zero, width, drops, casts); });
+          });
+        });
+  });
 }
 
 }  // namespace lightseq::attention

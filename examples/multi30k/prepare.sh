@@ -31,6 +31,7 @@ for program in sacremoses subword-nmt lightseq-preprocess; do
     }
 done
 
+echo "== data: tokens, subwords, data-bin (23 s on one core of an AMD EPYC)"
 text=$data/text
 rm -rf "$text" "${data:?}/bin"
 mkdir -p "$text"

@@ -215,6 +215,7 @@ def validate(system: str, args: argparse.Namespace) -> Row:
     words += ["--updates", str(args.updates), "--data", args.data, "--out", folder, "--"]
     # Start from a trained model, so that translations have realistic lengths.
     words += ["--finetune-from-model", args.checkpoint]
+    words += ["--log-level", "debug"]  # else "begin validation" is not logged
     words += ["--no-save", "--save-interval-updates", "0"]
     words += ["--validate-interval-updates", str(every), "--log-interval", str(every)]
     words += ["--eval-bleu", "--eval-bleu-args", '{"beam": 5, "max_len_a": 1.5, "max_len_b": 10}']

@@ -11,7 +11,7 @@ root=$(cd "$here/../.." && pwd)
 # shellcheck source=examples/functions.sh
 . "$root/examples/functions.sh"
 updates=500
-pairs=30000
+pairs=15000
 seed=1
 out=$here/out
 native=()
@@ -27,7 +27,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 require_numbers "--updates, --pairs and --seed" "$updates" "$pairs" "$seed"
-set_up_unless_there matplotlib num2words sacrebleu subword_nmt
+set_up_unless_there matplotlib num2words subword_nmt
 
 out=$(realpath -m "$out")
 text=$out/text
@@ -36,9 +36,9 @@ checkpoints=$out/checkpoints
 rm -rf "$text" "$bin" "$checkpoints" # a run never resumes an earlier one
 mkdir -p "$text"
 
-echo "== data: $pairs training pairs"
+echo "== data: $pairs training pairs (15000: 12 s on one core of an AMD EPYC)"
 python3 "$here/make_data.py" "$text" --pairs "$pairs"
-cat "$text/train.de" "$text/train.en" | TQDM_DISABLE=1 subword-nmt learn-bpe -s 300 >"$text/codes"
+cat "$text/train.de" "$text/train.en" | TQDM_DISABLE=1 subword-nmt learn-bpe -s 100 >"$text/codes"
 for split in train valid test; do
     for lang in de en; do
         subword-nmt apply-bpe -c "$text/codes" <"$text/$split.$lang" >"$text/$split.bpe.$lang"
@@ -47,33 +47,29 @@ done
 lightseq-preprocess --source-lang de --target-lang en --joined-dictionary --destdir "$bin" \
     --trainpref "$text/train.bpe" --validpref "$text/valid.bpe" --testpref "$text/test.bpe"
 
-echo "== training: $updates updates"
+echo "== training: $updates updates (500: 85 s on one core of an AMD EPYC)"
 lightseq-train "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang en \
     --arch ls_transformer --share-all-embeddings \
-    --encoder-layers 3 --encoder-embed-dim 128 --encoder-ffn-embed-dim 512 \
-    --decoder-layers 3 --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 \
+    --encoder-layers 2 --encoder-embed-dim 128 --encoder-ffn-embed-dim 512 \
+    --decoder-layers 2 --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 \
     --encoder-attention-heads 4 --encoder-normalize-before \
     --decoder-attention-heads 4 --decoder-normalize-before \
-    --dropout 0.1 --max-tokens 2048 --max-update "$updates" --seed "$seed" --num-workers 0 \
+    --dropout 0 --max-tokens 2048 --max-update "$updates" --seed "$seed" --num-workers 0 \
     --optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0 \
     --lr 3e-3 --lr-scheduler polynomial_decay \
     --warmup-updates $((updates / 10)) --total-num-update "$updates" \
     --criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1 \
-    --validate-interval-updates $(((updates + 11) / 12)) \
     --eval-bleu --eval-bleu-args '{"beam": 1, "max_len_b": 40}' \
     --eval-bleu-detok space --eval-bleu-remove-bpe \
     --save-dir "$checkpoints" --no-epoch-checkpoints \
     --log-format json --log-interval $(((updates + 29) / 30)) 2>&1 | tee "$out/train.log"
 
-# The name of a large number begins with names of smaller numbers ("three", "three hundred", ...).
-# The search ends when it has as many finished translations as beams, even if they are such
-# beginnings. So use 8 beams, because a name has fewer such beginnings.
-echo "== translating the test set (none of its pairs is in the training or validation data)"
+echo "== translating the test set (5 s on one core of an AMD EPYC)"
 lightseq-generate "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang en \
-    --path "$checkpoints/checkpoint_last.pt" --beam 8 --max-len-b 40 --max-tokens 4096 \
+    --path "$checkpoints/checkpoint_last.pt" --beam 1 --max-len-b 40 --max-tokens 4096 \
     --remove-bpe --output-text "$out/test.hyp.en" >"$out/generate.log"
 
 (cd "$root" && python3 -m examples.curves "$out/train.log" "$out/curves.svg" \
     --title "German number names to English")
-echo "== translations: $out/test.hyp.en   curves: $out/curves.svg"
-sacrebleu "$text/test.en" --input "$out/test.hyp.en" --format text --width 2 | tee "$out/bleu.txt"
+echo "after $SECONDS s: translations: $out/test.hyp.en   curves: $out/curves.svg"
+lightseq-score --sys "$out/test.hyp.en" --reference "$text/test.en" --json "$out/bleu.json"

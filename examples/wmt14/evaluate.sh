@@ -40,6 +40,7 @@ data=${settings[4]}
 native=()
 [ "$system" = lightseq ] || native=(--native)
 
+echo "== averaging, translating newstest2014, scoring (translating: 1 s on an H200)"
 lightseq-average --inputs "$run/checkpoints" --num-epoch-checkpoints "$average" \
     --output "$run/averaged.pt"
 (cd "$root" && python3 -m examples.curves "$run/train.log" "$run/curves.svg" \

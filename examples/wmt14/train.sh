@@ -42,11 +42,13 @@ case $recipe in
     vaswani-big) # Ott et al. 2018: 128 GPUs
         batches=128
         updates=${updates:-30000}
+        took="30000 updates: 11 hours"
         flags=(--arch ls_transformer_vaswani_wmt_en_de_big --max-tokens 3584
             --lr 0.001 --warmup-init-lr 1e-07 --dropout 0.3 --weight-decay 0.0) ;;
     t2t-big) # LightSeq's training example: 8 GPUs
         batches=8
         updates=${updates:-100000}
+        took="100000 updates: 5 hours"
         flags=(--arch ls_transformer_wmt_en_de_big_t2t --max-tokens 8192
             --lr 5e-4 --dropout 0.3 --weight-decay 0.0001) ;;
     *) echo "train.sh: --recipe must be vaswani-big or t2t-big, not $recipe" >&2; exit 2 ;;
@@ -64,7 +66,8 @@ gpus=$(python3 -c 'import torch; print(max(1, torch.cuda.device_count()))')
 
 # fairseq does one more update whenever it resumes a complete run, so mark complete runs by a file.
 if [ ! -e "$run/trained-$updates" ]; then
-    echo "== $system, $recipe, seed $seed: training, $updates updates on $gpus GPUs"
+    echo "== $system, $recipe, seed $seed: training, $updates updates on $gpus GPUs" \
+        "($took on one H200 with lightseq, computed from the speeds in docs/measured.md)"
     lightseq-train "$data/bin" ${native[@]+"${native[@]}"} --source-lang en --target-lang de \
         "${flags[@]}" --share-all-embeddings \
         --optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 0.0 \

@@ -77,6 +77,22 @@ def is_criterion_of_other_families(args: argparse.Namespace) -> bool:
     return args.criterion in (theirs | {*_OF_OTHERS.split()}) - {*_OF_TOKENS.split()}
 
 
+# Setting -> the package that writes its curves, and the package's name in fairseq's progress_bar.
+WRITERS = {
+    "tensorboard_logdir": ("tensorboard", "SummaryWriter"),
+    "wandb_project": ("wandb", "wandb"),
+    "aim_repo": ("aim", "get_aim_run"),
+    "azureml_logging": ("azureml-core", "Run"),
+}
+
+
+def lacks_writer(setting: str, args: argparse.Namespace) -> bool:
+    """Whether the run writes curves with a package that is not installed."""
+    from fairseq.logging import progress_bar
+
+    return bool(getattr(args, setting)) and getattr(progress_bar, WRITERS[setting][1]) is None
+
+
 def lacks_gpu(args: argparse.Namespace) -> bool:
     import torch
 

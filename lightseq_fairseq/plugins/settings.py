@@ -188,6 +188,10 @@ SETTINGS: tuple[Setting, ...] = (
             "the package iopath is not installed", "run pip install iopath, or remove it",
             lambda args: args.write_checkpoints_asynchronously
             and importlib.util.find_spec("iopath") is None, always=False),
+    *(Setting(REFUSED, "train", f"--{name.replace('_', '-')}",
+              f"the package {package} is not installed", f"run pip install {package}, or remove it",
+              functools.partial(conditions.lacks_writer, name), always=False)
+      for name, (package, _) in conditions.WRITERS.items()),
     Setting(REFUSED, "generate", "--print-step", "beam search has no refinement steps",
             used=lambda args: args.print_step and args.task == "translation"),
     Setting(REFUSED, "generate", "--retain-iter-history", "beam search has no refinement steps",

@@ -27,8 +27,6 @@ from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.overlay import Overlay
 from lightseq_fairseq.training.host_copies import HostCopies
 
-logger = logging.getLogger(__name__)
-
 
 class Writer:
     """Writes one checkpoint at a time in a thread."""
@@ -68,7 +66,6 @@ class Writer:
 
         self._will_exist[os.path.abspath(path)] = True
         self._do(write)
-        self.say(logger, lambda seconds: f"Finished saving checkpoint to {os.path.abspath(path)}")
 
     def copy(self, source: str, target: str) -> None:
         """Queue a copy of a file."""
@@ -80,10 +77,10 @@ class Writer:
         self._will_exist[os.path.abspath(path)] = False
         self._do(partial(os.remove, path))
 
-    def say(self, to: logging.Logger, text: Callable[[float], str]) -> None:
-        """Queue a log line; ``text`` maps the seconds since `save` to the line."""
+    def say(self, text: Callable[[float], str]) -> None:
+        """Queue a log line of fairseq; ``text`` maps the seconds since `save` to the line."""
         began = self._began
-        self._do(lambda: to.info("%s", text(time.monotonic() - began)))
+        self._do(lambda: checkpoint_utils.logger.info("%s", text(time.monotonic() - began)))
 
     def listed(self, folder: str, names: list[str]) -> list[str]:
         """The files of ``folder`` after all queued tasks; ``names`` are the files there now."""
@@ -183,5 +180,5 @@ def _say_later(record: logging.LogRecord) -> bool:
     if found is None or checkpoint_utils.PathManager is not Folder:
         return True
     before, after = found.groups()
-    WRITER.say(checkpoint_utils.logger, lambda seconds: f"{before}{seconds:.1f}{after}")
+    WRITER.say(lambda seconds: f"{before}{seconds:.1f}{after}")
     return False

@@ -56,6 +56,8 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
         StoppedBySignal: see ``stopping``.
     """
 
+    report = Report()
+
     def verify_checkpoint_directory(verify: Callable[[str], None], save_dir: str) -> None:
         # Only rank 0 calls this.
         if not cfg.checkpoint.no_save and PathManager.supports_rename(save_dir):
@@ -63,13 +65,13 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
             with contextlib.suppress(OSError):  # fairseq reports it below
                 os.makedirs(save_dir, exist_ok=True)
             folder.enter_context(files.sole_user(save_dir))
+            folder.enter_context(report.written(save_dir))
         verify(save_dir)
 
     def should_stop_early(should_stop: Callable[..., bool], cfg: Any, valid_loss: Any) -> bool:
         stops = should_stop(cfg, valid_loss)
         return stops or STOPPING.reason is not None
 
-    report = Report()
     with (
         STOPPING.handled(),
         ranks.watched(),

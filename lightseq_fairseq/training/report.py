@@ -1,4 +1,5 @@
-"""What a training run tells about itself: log lines before its first update and after its last one.
+"""What a training run tells about itself: log lines before its first update, with each validation
+and after its last update, and the file with the whole log.
 
 Rank 0 writes them. They need no number that the host would have to wait for.
 """
@@ -9,8 +10,13 @@ import contextlib
 import logging
 import os
 import resource
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from logging.handlers import MemoryHandler
 from typing import Any
 
 import torch
@@ -24,6 +30,9 @@ from lightseq_fairseq.training.progress import EpochProgress
 
 # fairseq's --log-file receives the lines of this logger.
 logger = logging.getLogger("fairseq_cli.train.lightseq")
+
+FILE = "lightseq-train.log"  # in the folder of checkpoints; users redirect output to train.log
+_FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"  # fairseq's
 
 _PAIRS, _BLOCKS = "sentence pairs", "blocks of text"
 _SAMPLES = {LanguagePairDataset: _PAIRS, RoundRobinZipDatasets: _PAIRS, MonolingualDataset: _BLOCKS}
@@ -41,6 +50,27 @@ class Report:
         self._before = (0.0, 0)  # `_of_epoch` before `train`: from an earlier run
         self._seconds = 0.0  # of training, without validation and saving
         self._saved = 0  # the updates of the last checkpoint
+        self._file: MemoryHandler | None = None
+        self._began = self._next = 0.0  # time of the first line, and of the next one about progress
+        self._done = 0.0  # `_part_done` by an earlier run
+
+    @contextmanager
+    def written(self, folder: str) -> Iterator[None]:
+        """Within the block, the whole log goes to `FILE` in ``folder``, too.
+
+        The file is made when training begins, so that a command that fails before leaves nothing.
+        """
+        file = logging.FileHandler(os.path.join(folder, FILE), encoding="utf-8", delay=True)
+        file.setFormatter(logging.Formatter(*_FORMAT))
+        self._file = MemoryHandler(1 << 20, sys.maxsize, file, flushOnClose=False)
+        logging.root.addHandler(self._file)
+        logger.info("command: %s", shlex.join(sys.argv))
+        try:
+            yield
+        finally:
+            logging.root.removeHandler(self._file)
+            self._file.close()
+            file.close()
 
     def load_checkpoint(
         self, original: Callable[..., Any], settings: Any, trainer: Any, **others: Any
@@ -59,7 +89,13 @@ class Report:
         if self._ended is not None:
             return [None], True
         if not self._step:
+            self._began = time.perf_counter()
+            self._next = self._began + 60
+            self._done = _part_done(cfg, trainer, others[-1])
             self._log(*_settings(cfg, trainer, others[-1]))
+            if self._file is not None:
+                self._file.capacity = 0  # from now on, it keeps no lines
+                self._log(f"log: {os.path.join(cfg.checkpoint.save_dir, FILE)} has all lines")
         step = f"step: {_step(trainer)}"
         if step != self._step:
             self._log(step)
@@ -83,7 +119,11 @@ class Report:
         """fairseq's ``validate_and_save``, which it calls after each update."""
         began = time.perf_counter()
         losses, should_stop = original(*arguments)
-        self._seconds -= time.perf_counter() - began
+        now = time.perf_counter()
+        self._seconds -= now - began
+        if not should_stop and (losses != [None] or now >= self._next):
+            self._log(*self._progress(arguments[0], arguments[3], now))
+            self._next = 2 * now - self._began
         if should_stop:  # without validation and saving, nothing has waited for the last results
             getattr(self._trainer, "settle", lambda: None)()
         is_end_of_epoch = arguments[-1]
@@ -92,6 +132,16 @@ class Report:
             self._tokens += tokens - self._before[0]
             self._updates += updates - self._before[1]
         return losses, should_stop
+
+    def _progress(self, cfg: Any, epoch: Any, now: float) -> Iterator[str]:
+        """The line about progress, if the run has a limit."""
+        done = _part_done(cfg, self._trainer, epoch)
+        if self._done < done < 1:
+            left = (now - self._began) * (1 - done) / (done - self._done)
+            yield (
+                f"progress: update {self._trainer.get_num_updates():,}, epoch {epoch.epoch}, "
+                f"{done:.1%} of the run, about {timedelta(seconds=round(left))} left"
+            )
 
     def _note_saving(self) -> None:
         """From now on, note the updates of each checkpoint of the trainer."""
@@ -136,6 +186,17 @@ def _of_epoch() -> tuple[float, int]:
     """(target tokens, updates) in fairseq's meters of the epoch; they count all ranks."""
     meter = metrics.get_meter("train", "wpb")
     return (0.0, 0) if meter is None else (float(meter.sum), int(meter.count))
+
+
+def _part_done(cfg: Any, trainer: Any, epoch: Any) -> float:
+    """The part of the run that is done, by the nearest of its limits; 0 without a limit."""
+    limits = cfg.optimization
+    parts = (
+        (trainer.get_num_updates(), limits.max_update),
+        (epoch.epoch - 1 + epoch.iterations_in_epoch / len(epoch), limits.max_epoch),
+        (trainer.cumulative_training_time() / 3600, limits.stop_time_hours),
+    )
+    return max((done / limit for done, limit in parts if limit > 0), default=0.0)
 
 
 def _settings(cfg: Any, trainer: Any, epoch: Any) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -243,7 +242,6 @@ class Trainer(ResumableTrainer):
         if not self._has_ls or asynchronous or not PathManager.supports_rename(filename):
             super().save_checkpoint(filename, extra_state)
             return
-        logger.info("Saving checkpoint to %s", os.path.abspath(filename))
         if self._captured is not None and not self.should_save_checkpoint_on_current_rank:
             return
         # Without the captured step, all ranks call state_dict, which may run collectives.

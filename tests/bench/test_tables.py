@@ -37,8 +37,9 @@ def tables(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def copied(name: str, tree: Path) -> Path:
     """Copy a folder of tests/bench/tables, and add the tables' code."""
     shutil.copytree(GOLDEN / name, tree, dirs_exist_ok=True)
-    for code in (ROOT / "scripts").glob("*.py"):
-        shutil.copy(code, tree / "scripts")
+    for code in (*ROOT.glob("scripts/*.py"), *ROOT.glob("examples/*.py")):
+        (tree / code.relative_to(ROOT).parent).mkdir(exist_ok=True)
+        shutil.copy(code, tree / code.relative_to(ROOT))
     return tree
 
 
@@ -209,6 +210,14 @@ def test_plot_of_generation(full: Path) -> None:
     found = words(full / GENERATE_PLOT)
     assert {"Transformer big", "4096 tokens at once, beam 5", "6001", "2000", "120"} <= found
     assert {"1 sentence at once, beam 4", "CTranslate2"} <= found
+
+
+def test_plot_of_the_quickstart(full: Path) -> None:
+    plot = plots.shown(full / "examples/quickstart/results/curves.svg")
+    assert plot["title"] == "numbers, two CPU cores, seed 1"
+    losses, bleu = (panel["curves"] for panel in plot["panels"])
+    assert losses == [["training", [[150, 5.5], [300, 2.5]]], ["validation", [[300, 2.25]]]]
+    assert bleu == [["validation", [[300, 97.5]]]]
 
 
 def test_translation_without_times(small: Path) -> None:

@@ -4,6 +4,7 @@ packages."""
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -14,15 +15,25 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import cli_runs
 from helpers.training_runs import ON_GPU
 
+from lightseq_fairseq.cli.start import logs
+from lightseq_fairseq.training import report
+
 LOGGER = "fairseq_cli.train.lightseq"
 TINY = ["--arch", "ls_transformer_tiny", *cli_runs.SMALL]
 TWO_EPOCHS = [*TINY, "--max-epoch", "2", "--max-update", "1000"]
+SHOWN = {  # on the terminal: loggers, and the first words of their lines
+    *("fairseq_cli.train | Stopping", "fairseq_cli.train | done"),
+    "fairseq.checkpoint_utils | Saved",
+    *(f"{LOGGER} | {name}" for name in ("model", "data", "precision", "optimizer", "log", "step")),
+    *(f"{LOGGER} | {name}" for name in ("progress", "trained", "peak", "checkpoints")),
+}
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 # Runs commands in a separate Python, so that no test code catches warnings.
@@ -44,7 +55,8 @@ def target_tokens(data: Path) -> int:
 
 def told(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     """Name -> text of the report's lines; each line must occur exactly once."""
-    lines = [r.getMessage().partition(": ") for r in caplog.records if r.name == LOGGER]
+    told = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    lines = [line.partition(": ") for line in told if not line.startswith("progress: ")]
     names = [name for name, _, _ in lines]
     assert len(set(names)) == len(names)
     return {name: text for name, _, text in lines}
@@ -77,8 +89,10 @@ def test_standard_error_stays_empty(data: Path, tmp_path: Path, own: list[str]) 
     assert lines[0].endswith(lines[1].removeprefix("# filled in:"))
     if not own:  # the import of torch.compile takes seconds
         assert lines[-1] == "imported:"
-    # The lines of fairseq's progress bar can be parsed, as in fairseq.
     train = run.stdout.partition("loading model(s)")[0]
+    shown = set(re.findall(rf"^{STAMP} \| INFO \| (\S+ \| \w+)", train, re.MULTILINE))
+    assert shown >= SHOWN and (shown == SHOWN) == (not own)
+    # The lines of fairseq's progress bar can be parsed, as in fairseq.
     found = re.findall(rf"^{STAMP} \| INFO \| (?:train|valid) \| (.*)$", train, re.MULTILINE)
     assert [json.loads(line) for line in found][-1]["train_num_updates"] == "3"
 
@@ -109,7 +123,8 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     size = sum({p.data_ptr(): p.numel() for p in state["model"].values()}.values())
     lines = told(caplog)
     assert list(lines) == [
-        "model", "data", "precision", "optimizer", "step", "trained", "peak memory", "checkpoints",
+        "command", "model", "data", "precision", "optimizer", "log", "step", "trained",
+        "peak memory", "checkpoints",
     ]  # fmt: skip
     assert re.fullmatch(r"ls_transformer_tiny, [\d,]+ parameters", lines["model"])
     assert int(re.sub(r"\D", "", lines["model"])) <= size
@@ -141,7 +156,12 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     messages = caplog.messages
     assert messages.index(f"step: {lines['step']}") < messages.index("Start iterating over samples")
     assert messages[-1].startswith("checkpoints: ")  # after the checkpoints are written
-    assert "(encoder)" not in caplog.text
+    (progress,) = (line for line in messages if line.startswith("progress: "))
+    assert progress.startswith(
+        f"progress: update {batches}, epoch 1, 50.0% of the run, about 0:00:"
+    )
+    file = (tmp_path / report.FILE).read_text()
+    assert "(encoder)" in file and [line for line in messages if line not in file] == []
 
 
 def test_a_run_that_goes_on_counts_its_own_updates(
@@ -161,6 +181,7 @@ def test_a_run_that_goes_on_counts_its_own_updates(
     updates, tokens = zip(*(trained(tmp_path / "a", count) for count in (3, 4, 12)))
     assert updates == (3, 1, 8)
     assert (12, sum(tokens)) == trained(tmp_path / "b", 12)
+    assert (tmp_path / "a" / report.FILE).read_text().count("command: lightseq-train") == 3
 
 
 @pytest.mark.parametrize(
@@ -184,8 +205,11 @@ def test_it_says_what_differs(
     assert re.fullmatch(text, told(caplog)[name])
 
 
-def test_data_of_other_tasks(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_data_of_other_tasks(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sys, "argv", ["lightseq-train"])
     pairs = ["--task", "multilingual_translation", "--lang-pairs", "de-en,en-de", "--no-save"]
     words = [word.replace("tiny", "iwslt_de_en") for word in TINY]
     words[1] = "ls_multilingual_transformer"
@@ -212,6 +236,8 @@ def test_data_of_other_tasks(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
         rf"{blocks} blocks of text, \d+ batches an epoch; one dictionary of 24 types",
         told(caplog)["data"],
     )
+    shown = {record.name for record in caplog.records if logs.is_shown(record)}
+    assert shown <= {LOGGER, "fairseq_cli.train", "fairseq_cli.preprocess", "train", "valid"}
 
 
 def test_rank_0_alone_reports(data: Path, tmp_path: Path) -> None:
@@ -234,23 +260,21 @@ def test_rank_0_alone_reports(data: Path, tmp_path: Path) -> None:
     assert not re.search(r"filled in|model: |trained: |peak memory", second)
 
 
-def test_the_modules_of_the_model_are_listed_where_they_are_asked_for(
-    data: Path, caplog: pytest.LogCaptureFixture
+def test_a_run_tells_how_much_time_is_left(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each look at the clock takes 7 s: an update looks at it twice, an epoch twice more."""
     caplog.set_level(logging.INFO)
-    cli_runs.succeed("train", data, *TINY, "--no-save", "--log-config")
-    assert "LSTransformerModel(\n  (encoder): " in caplog.text
-
-
-def test_what_is_not_installed_is_told_once(
-    data: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr("fairseq.logging.progress_bar.wandb", None)
-    for _ in range(2):
-        caplog.clear()
-        cli_runs.succeed("train", data, *TWO_EPOCHS, "--no-save", "--wandb-project", "x")
-        assert caplog.text.count("wandb not found, pip install wandb") == 1
+    clock = SimpleNamespace(perf_counter=itertools.count(0.0, 7.0).__next__)
+    monkeypatch.setattr(report, "time", clock)
+    words = ["--max-tokens", "50", "--max-update", "60", "--validate-interval", "100"]
+    cli_runs.succeed("train", data, *TINY, *words, "--save-dir", tmp_path)
+    assert re.findall(r"progress: (.*)", caplog.text) == [
+        "update 4, epoch 1, 6.7% of the run, about 0:14:42 left",  # after a minute
+        "update 8, epoch 2, 13.3% of the run, about 0:14:24 left",
+        "update 17, epoch 3, 28.3% of the run, about 0:11:31 left",
+        "update 35, epoch 5, 58.3% of the run, about 0:06:35 left",
+    ]
 
 
 # --- A terminal ---------------------------------------------------------------------------------
@@ -282,7 +306,7 @@ def test_a_terminal_gets_a_bar_and_whole_lines(data: Path, tmp_path: Path) -> No
         assert re.search(bar, received)
     # After the bar is erased, a log line begins in the first column.
     log = re.findall(rf"(.*?)({STAMP} \| .*)\r\n", received)
-    assert len(log) > 20
+    assert len(log) > 15
     for before, _ in log:
         assert re.fullmatch(r"(.*\r)?", before), before
     assert "| train_inner | " not in received  # the bar shows this

@@ -50,7 +50,7 @@ def changes(before):
     known = {name.partition(":")[0] for name in before}
     return sorted(changed | {n for n in after if n not in before and n.partition(":")[0] in known})
 
-ROOTS = ("fairseq", "fairseq_cli", "hydra")
+ROOTS = ("fairseq", "fairseq_cli", "hydra", "logging")
 fairseq_compat.import_only()
 import fairseq_cli.train, fairseq_cli.interactive, fairseq.sequence_scorer, hydra.core.plugins
 from fairseq.models import ARCH_MODEL_REGISTRY

@@ -54,6 +54,23 @@ def test_a_page_reads_as_on_a_repositorys_web_page(site: Path, page: str) -> Non
     assert Counter(TAG.findall(on_the_page)) == Counter(TAG.findall(on_the_site))
 
 
+# Pages of users: not those of developers, and not the list of changes.
+FOR_USERS = [
+    page
+    for page in pages()
+    if re.fullmatch(r"README.md|docs/[a-z-]+.md|examples/.*", page) and page != "docs/style.md"
+]
+
+
+@pytest.mark.parametrize("page", FOR_USERS)
+def test_a_page_begins_with_what_to_do(page: str) -> None:
+    """Its first paragraph, or the code behind it, has the first command to type."""
+    parsed = [token for token in MARKDOWN.parse(text(page)) if token.type != "html_block"]
+    assert [token.type for token in parsed[2:4]] == ["heading_close", "paragraph_open"]
+    opening = parsed[4].content + parsed[6].content
+    assert re.search(r"\b(lightseq-[a-z]+|bash|python -m|import) ?", opening), opening
+
+
 def test_mistakes_stop_the_build(tmp_path: Path) -> None:
     for name in ("docs", "examples", "lightseq_fairseq", "scripts"):
         ignored = shutil.ignore_patterns("__pycache__", "_lib", "out", "data", "raw")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -12,7 +13,7 @@ import pytest
 from helpers import forked_commands, pages
 from helpers.example_runs import CODE, assert_refused
 
-from examples import curves
+from examples import curves, record
 from scripts import plots
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -110,7 +111,9 @@ def test_a_failing_step_fails_the_command(tmp_path: Path) -> None:
     assert "--pairs must be between" in result.stderr and "BLEU" not in result.stdout
 
 
-def test_the_command_trains_translates_and_scores(tmp_path: Path) -> None:
+def test_the_command_trains_translates_and_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = run("--updates", "60", "--pairs", "1000", "--out", tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
@@ -123,11 +126,21 @@ def test_the_command_trains_translates_and_scores(tmp_path: Path) -> None:
     score = re.match(line, last_line)
     assert score is not None, last_line
     assert float(score[1]) > 5.0  # it was 14 when this test was written, and 0.4 after 24 updates
-    assert (tmp_path / "bleu.txt").read_text().strip() == last_line
+    assert json.loads((tmp_path / "bleu.json").read_text())["bleu"] == float(score[1])
     assert len((tmp_path / "test.hyp.en").read_text().splitlines()) == 1000
     assert (tmp_path / "curves.svg").read_text().lstrip().startswith("<?xml")
 
-    # The last command of the page, with the model that was just trained.
+    about = "--results results.json --case numbers --system lightseq --seed 1 --log train.log"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMMIT", "abc")
+    files = "checkpoints/checkpoint_last.pt", "bleu.json"
+    monkeypatch.setattr("sys.argv", ["record", *files, *about.split()])
+    record.main()
+    (row,) = json.loads(Path("results.json").read_text())
+    assert row["bleu"] == float(score[1]) and row["updates"] == 60
+    assert dict(row["curves"]["train_loss"]) == curves.read_curves(Path("train.log"))["train_loss"]
+
+    # The command of the page, with the model that was just trained.
     (command,) = (b for b in pages.blocks(PAGE) if "lightseq-interactive" in b.text)
     (tmp_path / "root/.venv/bin").mkdir(parents=True)
     (tmp_path / "root/.venv/bin/activate").touch()

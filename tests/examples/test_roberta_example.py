@@ -81,9 +81,9 @@ def test_both_systems_learn_the_same_and_find_as_many_pairs(tmp_path: Path) -> N
     folders = [out / f"cpu-{system}-seed1" for system in SYSTEMS]
 
     # fp32 results agree so well that only the logs tell the models apart.
-    for folder, model in zip(folders, ("LSRobertaModel", "RobertaModel")):
+    for folder, arch in zip(folders, ("ls_roberta", "roberta")):
         for log in ("pretrain.log", "finetune.log"):
-            assert f"| model: {model}\n" in (folder / log).read_text()
+            assert f"| model: {arch}, " in (folder / log).read_text()
     for log in ("pretrain.log", "finetune.log"):
         ours, native = (curves.read_curves(folder / log) for folder in folders)
         for name in ("train_loss", "valid_loss"):
@@ -96,7 +96,7 @@ def test_both_systems_learn_the_same_and_find_as_many_pairs(tmp_path: Path) -> N
             assert losses[-1] < losses[0] - 0.1  # 0.31 when this test was written
 
     # The model of fine-tuning begins with the layers of pre-training.
-    first = (folders[0] / "finetune.log").read_text().split("begin training")[0]
+    first = (folders[0] / "finetune.log").read_text().split("| step: ")[0]
     assert "pretrained/checkpoint_best.pt" in first
 
     rows = json.loads((out / "accuracy.json").read_text())

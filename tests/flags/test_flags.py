@@ -92,7 +92,8 @@ REFUSED = {
 # Refused for certain values, or on a machine without a GPU or a package.
 ON_CONDITION = [
     "--activation-fn tanh", "--ddp-backend fully_sharded", "--fp16", "--profile",
-    "--write-checkpoints-asynchronously", "--optimizer composite", "--criterion adaptive_loss",
+    "--write-checkpoints-asynchronously", "--tensorboard-logdir board", "--wandb-project x",
+    "--aim-repo x", "--azureml-logging", "--optimizer composite", "--criterion adaptive_loss",
     "--criterion ctc", "--criterion sentence_ranking", "--criterion speech_to_spectrogram",
 ]  # fmt: skip
 PADS = "--left-pad-target --num-batch-buckets 2"

@@ -19,6 +19,7 @@ from lightseq_fairseq.checkpoints import saving
 from lightseq_fairseq.step.training_step import TrainingStep
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.host_copies import HostCopies
+from lightseq_fairseq.training.report import FILE
 
 CPU = torch.device("cpu")
 
@@ -57,10 +58,10 @@ class TestRuns:
         ):
             runs.run(data, tmp_path, **kept)
         assert seen["meanwhile"] == [
-            ".lightseq-lock", "checkpoint_1_2.pt", "checkpoint_1_4.pt", "checkpoint_last.pt"
+            ".lightseq-lock", "checkpoint_1_2.pt", "checkpoint_1_4.pt", "checkpoint_last.pt", FILE
         ]  # fmt: skip
         assert sorted(os.listdir(tmp_path)) == [
-            "checkpoint_1_6.pt", "checkpoint_2_8.pt", "checkpoint_last.pt"
+            "checkpoint_1_6.pt", "checkpoint_2_8.pt", "checkpoint_last.pt", FILE
         ]  # fmt: skip
         with mock.patch.object(saving, "save", save):
             runs.run(data, tmp_path / "plain", **flags(max_update=6))
@@ -83,7 +84,7 @@ class TestRuns:
             pytest.raises(UserError, match=r"_1_4\.pt \(No space left on device\); earlier"),
         ):
             runs.run(data, tmp_path, **kept)
-        assert sorted(os.listdir(tmp_path)) == ["checkpoint_1_2.pt", "checkpoint_last.pt"]
+        assert sorted(os.listdir(tmp_path)) == ["checkpoint_1_2.pt", "checkpoint_last.pt", FILE]
         last = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
         assert last["optimizer_history"][-1]["num_updates"] == 2
         assert not [t for t in threading.enumerate() if t.name.startswith("checkpoints")]
@@ -109,7 +110,7 @@ class TestRuns:
             pytest.raises(KeyboardInterrupt),
         ):
             runs.run(data, tmp_path, **flags(save_interval_updates=3))
-        assert sorted(os.listdir(tmp_path)) == ["checkpoint_1_3.pt", "checkpoint_last.pt"]
+        assert sorted(os.listdir(tmp_path)) == ["checkpoint_1_3.pt", "checkpoint_last.pt", FILE]
 
 
 def test_a_forked_process_has_a_queue_of_its_own(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from lightseq_fairseq.base.errors import StoppedBySignal
 from lightseq_fairseq.cli.start.ranks import Ranks
 from lightseq_fairseq.training import stopping
-from lightseq_fairseq.training.report import Report
+from lightseq_fairseq.training.report import FILE, Report
 from lightseq_fairseq.training.stopping import Stopping
 
 SETS = {"ours": runs.LS, "fairseq's steps": {**runs.LS, "optimizer": "adam"}}
@@ -358,6 +358,6 @@ def test_the_launcher_says_so(
     assert complaint.splitlines().count(sentence) == 1, complaint
     assert complaint.count("Ctrl-C again ends at once") == (number == signal.SIGINT), complaint
     torch.load(last, weights_only=False)
-    assert sorted(os.listdir(tmp_path / "save")) == ["checkpoint_last.pt"]
+    assert sorted(os.listdir(tmp_path / "save")) == ["checkpoint_last.pt", FILE]
     assert second.exit_code == 2
     assert f"Another training run writes to {tmp_path / 'save'} (process " in second.stderr
