@@ -139,7 +139,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(REFUSED, MODEL, "--scale-heads", "the fused layers do not scale single heads"),
     Setting(REFUSED, MODEL, "--scale-resids", "the fused layers do not scale the residual"),
     Setting(REFUSED, MODEL, "--spectral-norm-classification-head",
-            "the captured step trains plain weights"),
+            "our step trains plain weights"),
     Setting(REFUSED, MODEL, "--mha-reg-scale-factor",
             "the loss has no regularisation of attention heads"),
     Setting(REFUSED, MODEL, "--ffn-reg-scale-factor",

@@ -94,7 +94,7 @@ def others(data: Path) -> Path:
     [
         ("ranked", "--task sentence_ranking --criterion sentence_ranking --optimizer adam --lr 1e-3"
          " --num-classes 2 --max-positions 64 --separator-token 2 --batch-size 8",
-         "fairseq's own (the criterion does not support the captured step)"),
+         "fairseq's own (our step does not support the criterion)"),
         ("corpora", "--task multilingual_masked_lm --tokens-per-sample 32 --batch-size 4 --lr 1e-3",
          "eager, without pads"),
     ],

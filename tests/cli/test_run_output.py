@@ -350,4 +350,4 @@ def test_another_arch_is_not_blamed_for_flags_that_it_sets(
     sizes = "--encoder-embed-dim 8 --decoder-embed-dim 8 --decoder-out-embed-dim 8"
     command = f"--arch lstm --optimizer ls_adam {sizes} --max-tokens 200 --max-update 1 --cpu"
     cli_runs.succeed("train", data, *command.split(), "--no-save", "--num-workers", "0")
-    assert told(caplog)["step"] == "fairseq's own (the arch does not support the captured step)"
+    assert told(caplog)["step"] == "fairseq's own (our step does not support the arch)"
