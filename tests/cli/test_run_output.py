@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import cli_runs
+from helpers import cli_runs, forked_commands
 from helpers.training_runs import ON_GPU
 
 from lightseq_fairseq.cli.start import logs
@@ -245,7 +245,7 @@ def test_rank_0_alone_reports(data: Path, tmp_path: Path) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     del store  # its port is free again
     words = [data, *TINY, "--save-dir", tmp_path]
-    command = [sys.executable, "-m", "lightseq_fairseq.cli.train", *map(str, words)]
+    command = [forked_commands.python(), "-m", "lightseq_fairseq.cli.train", *map(str, words)]
     ranks = [
         subprocess.Popen(
             command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -284,7 +284,7 @@ def on_a_terminal(*words: str | Path) -> str:
     """What a Python command writes to a terminal of 120 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    command = [sys.executable, *map(str, words)]
+    command = [forked_commands.python(), *map(str, words)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
     os.close(theirs)
     received = b""
