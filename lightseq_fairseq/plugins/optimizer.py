@@ -114,8 +114,8 @@ def accept_other_precision(checkpoint: dict[str, Any], cfg: Any) -> None:
     fairseq would refuse it by the name of the optimizer. But the state is the same in all
     precisions: float32 moments, which ``FlatAdam`` reads as a vector or as a list.
     """
-    saved, common = checkpoint["cfg"], cfg.common
-    if cfg.optimizer._name != "ls_adam" or not saved or saved["optimizer"]["_name"] != "adam":
+    saved, common = (checkpoint.get("cfg") or {}).get("optimizer") or {}, cfg.common
+    if cfg.optimizer._name != "ls_adam" or saved.get("_name") != "adam":
         return
     last = checkpoint["optimizer_history"][-1]
     if last["optimizer_name"] in _BY_PRECISION:
