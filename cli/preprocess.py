@@ -66,7 +66,7 @@ def _splits(args: Namespace) -> Iterator[list[str]]:
             if not os.path.exists(path):
                 named = args.only_source or None not in languages
                 advice = (
-                    "check the path on the command line"
+                    "check the path"
                     if named
                     else f"add --source-lang and --target-lang, for the files {prefix}.<language>, "
                     "or --only-source"

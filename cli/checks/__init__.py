@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,12 +22,14 @@ class Request:
     Attributes:
         command: train, generate, ...
         parser: fairseq's, with the flags of the task, the arch and so on.
+        note: called with each sentence about a setting without effect; None: it is printed.
     """
 
     argv: Sequence[str] = ()
     args: argparse.Namespace = field(default_factory=argparse.Namespace)
     command: str = ""
     parser: argparse.ArgumentParser = field(default_factory=argparse.ArgumentParser)
+    note: Callable[[str], None] | None = None
 
 
 class Check(NamedTuple):

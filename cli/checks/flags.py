@@ -45,7 +45,10 @@ def supported(request: Request) -> None:
     known = families.tasks().get(args.task)
     if known is not None and known.loaders and os.environ.get("RANK", "0") == "0":
         for note in notes(command, request.argv, request.parser, args):
-            click.echo(f"lightseq-{command}: note: {note}", err=True)
+            if request.note is not None:
+                request.note(note)
+            else:
+                click.echo(f"lightseq-{command}: note: {note}", err=True)
 
 
 def refusal(command: str, args: argparse.Namespace) -> str | None:
@@ -69,6 +72,8 @@ def notes(
 ) -> Iterator[str]:
     """Yields a sentence for each setting of ``argv`` that has no effect."""
     unread = settings.unread(command, args.task)
+    if command in ("generate", "interactive") and args.nbest > args.beam > 0 and not args.sampling:
+        yield f"--nbest {args.nbest} gives {args.beam} hypotheses, as many as --beam."
     given = {name(a) for a in parser._actions if defaults.is_given(argv, a.option_strings)}
     for flag in sorted(given):
         if flag in unread:
@@ -82,6 +87,8 @@ def notes(
             pass  # adaptive_loss reads it
         elif WITHOUT.get(flag) == SEVERAL_RANKS and command == "train" and has_one_rank(args):
             yield f"{flag} has no effect with one rank."
+        elif flag in ("--sampling-topk", "--sampling-topp"):
+            pass  # refused without --sampling
         # Not for validate, which reads the remaining configuration from the checkpoint.
         elif _lacks_its_whole(flag, parser, args) and command != "validate":
             yield f"{flag} has no effect without {WITHOUT[flag]}."

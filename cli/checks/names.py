@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
-from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words import defaults, synonyms
 from lightseq_fairseq.cli.words.defaults import value
 
 
@@ -23,7 +21,7 @@ def registered(request: Request) -> None:
             if name is not None and name not in action.choices:
                 what = action.dest.replace("_", " ")
                 longer = [choice for choice in action.choices if choice.startswith(name)][:3]
-                close = longer or difflib.get_close_matches(name, action.choices, n=3, cutoff=0.5)
+                close = longer or synonyms.nearest(name, action.choices, most=3, cutoff=0.5)
                 hint = f"did you mean {' or '.join(close)}?" if close else ""
                 raise UserError(
                     f"There is no {what} named {name}: "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from typing import Any
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request
-from lightseq_fairseq.cli.words import registries
+from lightseq_fairseq.cli.words import registries, synonyms
 from lightseq_fairseq.cli.words.defaults import flag_of
 
 
@@ -134,7 +133,7 @@ def _search_settings(given: dict[str, Any]) -> None:
     known = typing.get_type_hints(GenerationConfig)
     for name, value in given.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            close = synonyms.nearest(name, known, cutoff=0.6)
             hint = f"did you mean {close[0]}?" if close else "use settings such as beam and lenpen."
             raise UserError(f"--eval-bleu-args contains the unknown setting {name}: {hint}")
         for kind, is_right, wanted in _KINDS:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.words import registries
+from lightseq_fairseq.cli.words import registries, synonyms
 from lightseq_fairseq.cli.words.defaults import flag_of
 from lightseq_fairseq.fairseq_compat import patching
 
@@ -115,7 +114,8 @@ def _unknown(command: str, parser: argparse.ArgumentParser, word: str) -> str:
             "the flag before it takes."
         )
     known = set(parser._option_string_actions) | own_flags(command)
-    component = None if _having(program, flag) else _component_with(flag, known)
+    has_name = _having(program, flag) or synonyms.synonym(flag, known)
+    component = None if has_name else _component_with(flag, known)
     if component is not None:
         return (
             f"{flag} is a flag of {component}, which this command does not use: use {component}, "
@@ -134,7 +134,7 @@ def unknown_flag(program: str, flag: str, known: set[str], otherwise: str) -> st
         known: the flags of ``program``.
     """
     having = _having(program, flag)
-    close = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.7)
+    close = synonyms.nearest(flag, known)
     if having:
         otherwise = f"it is a flag of {_listed(having)}."
     elif close:

@@ -4,4 +4,5 @@ translator      translates
 language_model  continues prompts
 roberta         fills in masks, classifies, extracts features
 pretrained      the common code of the first two
+roberta_interface   the methods of a loaded RoBERTa
 """

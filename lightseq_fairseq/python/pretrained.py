@@ -23,6 +23,7 @@ from lightseq_fairseq.cli.words import command_lines
 from lightseq_fairseq.cli.words.defaults import flag_of
 
 StrPath = str | os.PathLike[str]
+Device = Any  # a text, a torch.device or None; torch is not imported here
 Self = TypeVar("Self", bound="Pretrained")
 
 _COMMAND = "interactive"
@@ -35,6 +36,8 @@ _NO_OPTION = {
     "native": "pass it to from_pretrained()",
     "data": "pass it to from_pretrained()",
     "path": "pass the checkpoint as the first argument of from_pretrained()",
+    "device": "pass it to from_pretrained()",
+    "device_map": "pass device to from_pretrained()",
     "input": "pass the {inputs} to {call}()",
     "buffer_size": "pass many {inputs} to one call of {call}()",
 }
@@ -68,8 +71,13 @@ class Pretrained:
 
     kind: ClassVar[Kind]
 
-    def __init__(self, words: Sequence[str], options: dict[str, Any], native: bool) -> None:
+    def __init__(
+        self, words: Sequence[str], options: dict[str, Any] | None = None, native: bool = False
+    ) -> None:
         """Called by `from_pretrained`; ``words`` are a command line without ``options``."""
+        name = type(self).__name__
+        if options is None or isinstance(words, str):
+            raise UserError(f"{name} is made from a checkpoint: call {name}.from_pretrained().")
         from lightseq_fairseq.checkpoints import models
 
         self._words, self._options, self._native = list(words), options, native
@@ -82,12 +90,18 @@ class Pretrained:
         self._searches = {_words(options): (self.configuration, search)}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.configuration.common_eval.path!r})"
+        parts = [repr(self.configuration.common_eval.path)]
+        task, common = self.configuration.task, self.configuration.common
+        if source := getattr(task, "source_lang", None):
+            parts.append(f"{source}-{task.target_lang}")
+        parts.append("cuda" if self._loaded.on_gpu else "cpu")
+        parts.append("fp16" if common.fp16 else "bf16" if common.bf16 else "fp32")
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     @classmethod
     def from_pretrained(
         cls: type[Self], checkpoint: StrPath | Sequence[StrPath], data: StrPath | None = None, *,
-        native: bool = False, device: str | None = None, **options: Any,
+        native: bool = False, device: Device = None, **options: Any,
     ) -> Self:  # fmt: skip
         """Load a checkpoint of ``lightseq-train`` or ``fairseq-train``.
 
@@ -98,7 +112,8 @@ class Pretrained:
                 and ``dict.txt`` of a language model: the ``--destdir`` of ``lightseq-preprocess``.
                 None: the folder that the model was trained on.
             native: build fairseq's own model instead of this package's.
-            device: "cpu", or "cuda" for the current GPU; None: this GPU if there is one.
+            device: "cpu", or "cuda" for the current GPU, or a torch.device; None: this GPU if there
+                is one.
             options: flags of ``lightseq-interactive``, with "_" for "-". True sets a flag that has
                 no value; None and False do not set it. ``fp16=True`` and ``bf16=True`` compute in
                 16 bits instead of float32.
@@ -119,13 +134,15 @@ class Pretrained:
 
         patching.apply("model")
         cls._check_names(options)
-        options |= _of_device(device)
+        if device_of(device) == "cpu":
+            options["cpu"] = True
         paths = [checkpoint_in(path) for path in _listed(checkpoint)]
         trained = _trained(paths[0], cls.kind, options)
+        _check_direction(trained, options)
         options = {name: trained.get(name) for name in cls.kind.settings} | options
         if not any(options.get(name) for name in _BATCH):
             options |= cls.kind.batch
-        folder = _trained_on(trained, paths[0]) if data is None else os.fspath(data)
+        folder = trained_on(trained, paths[0]) if data is None else os.fspath(data)
         # The fused layers apply dropout only in training mode.
         native = native or bool(options.get("retain_dropout"))
         if options.get("task") is None:
@@ -145,6 +162,9 @@ class Pretrained:
             )
             warnings.warn(sentence + advice, stacklevel=3)
 
+    def _note(self, note: str) -> None:
+        warnings.warn(in_python(note, type(self).__name__), stacklevel=2)
+
     def _search(self, options: dict[str, Any]) -> tuple[Any, Search]:
         """(configuration, search) for the options of a call; made once, then cached."""
         self._check_names(options)
@@ -161,7 +181,7 @@ class Pretrained:
         from fairseq import options
         from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-        self._request = Request([*self._words, *words], command=_COMMAND)
+        self._request = Request([*self._words, *words], command=_COMMAND, note=self._note)
         program = f"{'fairseq' if self._native else 'lightseq'}-{_COMMAND}"
         with (
             self._explained(),
@@ -183,7 +203,7 @@ class Pretrained:
             if sentence is None:
                 raise
             # Without the traceback of the cause: the sentence says all that the user needs.
-            raise UserError(_in_python(sentence, type(self).__name__)) from None
+            raise UserError(in_python(sentence, type(self).__name__)) from None
 
     @classmethod
     def _check_names(cls, options: Iterable[str]) -> None:
@@ -206,25 +226,50 @@ class Pretrained:
                 )
 
 
-def _in_python(sentence: str, name: str) -> str:
+def in_python(sentence: str, name: str) -> str:
     """A sentence of lightseq-interactive with the names of Python: no_repeat_ngram_size."""
     sentence = sentence.replace(f"lightseq-{_COMMAND} has no flag", f"{name} has no option")
     sentence = sentence.replace("--fairseq-help lists all flags", "docs/flags.md lists all options")
     return re.sub(r"--([a-z][a-z0-9-]*)", lambda flag: flag[1].replace("-", "_"), sentence)
 
 
-def _of_device(device: str | None) -> dict[str, Any]:
-    """The options that choose a device."""
+def device_of(device: Device) -> str | None:
+    """The kind of a device, "cpu" or "cuda"; None for None.
+
+    Raises:
+        UserError: torch has no such device, or it is not the current GPU.
+    """
     import torch
 
-    if device not in (None, "cpu", "cuda"):
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise UserError(f'device is {device}: use "cpu" or "cuda".')
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError(f'device is {device}, but torch finds no GPU: use device="cpu".')
+        current = torch.cuda.current_device()
+        if found.index not in (None, current):
+            raise UserError(
+                f"device is {device}, but models are loaded on the current GPU, cuda:{current}: "
+                f"first call torch.cuda.set_device({found.index})."
+            )
+    return found.type
+
+
+def _check_direction(trained: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raises UserError if the languages of the model are swapped in the options."""
+    source, target = trained.get("source_lang"), trained.get("target_lang")
+    given = options.get("source_lang"), options.get("target_lang")
+    if source != target and given == (target, source):
         raise UserError(
-            f'device is {device}: use "cpu" or "cuda". torch.cuda.set_device() selects one of '
-            "several GPUs."
+            f"The model was trained to translate from {source} to {target}, not from {target} to "
+            f"{source}: remove source_lang and target_lang, or use another model."
         )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError('device is cuda, but torch finds no GPU: use device="cpu".')
-    return {"cpu": True} if device == "cpu" else {}
 
 
 def _words(options: dict[str, Any]) -> tuple[str, ...]:
@@ -275,7 +320,7 @@ def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _trained_on(trained: dict[str, Any], path: str) -> str:
+def trained_on(trained: dict[str, Any], path: str) -> str:
     """The data folder that a checkpoint names."""
     from fairseq import utils
 

@@ -5,16 +5,209 @@ fairseq and torch are imported when a checkpoint is loaded.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
-import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.run_folder import checkpoint_in
+from lightseq_fairseq.cli.checks import Request, messages
+from lightseq_fairseq.cli.words import synonyms
+from lightseq_fairseq.python.pretrained import Device, StrPath, device_of, in_python, trained_on
+
+if TYPE_CHECKING:
+    from lightseq_fairseq.python.roberta_interface import RobertaInterface
 
 _WHOLE_WORDS = ("subword_nmt", "fastbpe")  # bpe: tokens that begin a word have no mark
+_BY_DICTIONARY = "by the dictionary"
+# Options of `Translator` that a RoBERTa does not have, and what to do instead.
+_NO_OPTION = {
+    "fp16": "call half() of the model",
+    "bf16": "call bfloat16() of the model",
+    "torch_dtype": "call half() or bfloat16() of the model",
+    "data": "pass data_name_or_path",
+    "native": "use fairseq.models.roberta.RobertaModel",
+}
+_DICTIONARIES = ("dict.txt", os.path.join("input0", "dict.txt"))
+
+
+class RobertaModel:
+    """Loads RoBERTa, CamemBERT and XLM-R as fairseq's ``RobertaModel`` does."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Raises UserError: `from_pretrained` makes a model."""
+        raise UserError(
+            "RobertaModel is made from a checkpoint: call RobertaModel.from_pretrained()."
+        )
+
+    @staticmethod
+    def from_pretrained(
+        model_name_or_path: StrPath,
+        checkpoint_file: StrPath | None = None,
+        data_name_or_path: StrPath | None = None,
+        bpe: str | None = _BY_DICTIONARY,
+        *,
+        device: Device = None,
+        **options: Any,
+    ) -> RobertaInterface:
+        """fairseq's ``RobertaHubInterface`` of a checkpoint, with our layers.
+
+        The arguments are those of fairseq's ``RobertaModel.from_pretrained``, and the result has
+        ``fill_mask``, ``predict``, ``extract_features`` and so on. The first two arguments may also
+        be those of `Translator`: a checkpoint or the folder of a run, and the data. As in fairseq,
+        call ``eval()`` to turn dropout off. Loading changes nothing for the rest of the program.
+
+        Args:
+            model_name_or_path: the folder with the checkpoint, or the checkpoint.
+            checkpoint_file: the name of the checkpoint, which lightseq-train or fairseq wrote.
+                None: model.pt, or else checkpoint_best.pt or checkpoint_last.pt.
+            data_name_or_path: the folder with the dictionaries; if it begins with a dot, it may be
+                relative to the first folder. None: the first folder if it has them, or else the
+                folder that the model was trained on.
+            bpe: fairseq's name of the subwords; with None, methods take numbers of tokens only. By
+                default gpt2 if the dictionary has the numbers of GPT-2, else None.
+            device: as in `Translator.from_pretrained`; None: the CPU, as in fairseq.
+            options: settings of the model, the task and the subwords to override, as in fairseq.
+
+        Raises:
+            UserError: the folder does not exist, the checkpoint contains another model or does not
+                fit the dictionary, an option is unknown, or a file or package is missing.
+        """
+        from lightseq_fairseq.checkpoints import models  # prepares fairseq
+
+        # isort: split
+        from fairseq import hub_utils
+        from fairseq.data.encoders import BPE_REGISTRY
+        from fairseq.models.roberta import RobertaModel as Native
+
+        from lightseq_fairseq.python.roberta_interface import RobertaInterface
+
+        place = device_of(device)
+        folder, file, data = map(
+            _text, (model_name_or_path, checkpoint_file, data_name_or_path)
+        )  # fmt: skip
+        assert folder is not None
+        if bpe not in (None, _BY_DICTIONARY, *BPE_REGISTRY):
+            names = ", ".join(sorted(BPE_REGISTRY))
+            raise UserError(
+                f"There are no subwords named {bpe}: set bpe to None or to one of {names}."
+            )
+        # fairseq also takes the names of its own models, and URLs.
+        if "://" in folder or folder in Native.hub_models():
+            file, data = file or "model.pt", data or "."
+            bpe = "gpt2" if bpe == _BY_DICTIONARY else bpe
+        else:
+            folder, file, data = _places(folder, file, data, options)
+            bpe = _subwords(bpe, data)
+        if bpe == "gpt2":
+            _require("requests", "regex")
+        try:
+            with models.building(native=False):
+                found = hub_utils.from_pretrained(
+                    folder, file, data,
+                    archive_map=Native.hub_models(), bpe=bpe, load_checkpoint_heads=True, **options,
+                )  # fmt: skip
+            model = found["models"][0]
+            if not isinstance(model, Native):
+                raise UserError(
+                    f"{file} of {folder} contains no RoBERTa but {type(model).__name__}: choose "
+                    "another checkpoint."
+                )
+            interface = RobertaInterface(found["args"], found["task"], model)
+        except Exception as error:
+            sentence = _sentence(error, bpe, Request([data], command="interactive"))
+            if sentence is None:
+                raise
+            raise UserError(in_python(sentence, "RobertaModel")) from None
+        interface.has_marks = bpe not in _WHOLE_WORDS
+        return interface if place is None else interface.to(place)
+
+
+def _text(place: StrPath | None) -> str | None:
+    return None if place is None else os.fspath(place)
+
+
+def _places(
+    folder: str, file: str | None, data: str | None, options: Iterable[str]
+) -> tuple[str, str, str]:
+    """The folder, the name of the checkpoint and the folder of the data.
+
+    Raises:
+        UserError: one does not exist, or there is an option that the checkpoint does not have.
+    """
+    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, settings_of
+
+    # As for Translator, the second argument may be the data.
+    if file is not None and data is None and (os.path.isdir(file) or not file.endswith(".pt")):
+        file, data = None, file
+    if not os.path.exists(folder):
+        raise UserError(
+            f"The folder {folder} does not exist: pass the folder with {file or 'the checkpoint'}."
+        )
+    if os.path.isfile(folder):
+        folder, file = os.path.split(os.path.abspath(folder))
+    if file is None:
+        is_there = os.path.exists(os.path.join(folder, "model.pt"))
+        file = "model.pt" if is_there else os.path.basename(checkpoint_in(folder))
+    path = os.path.join(folder, file)
+    if not os.path.isfile(path):
+        raise UserError(f"{path} cannot be read: pass the folder with {file}.")
+    checkpoint = open_checkpoint(path)
+    trained = settings_of(checkpoint, "task")
+    _check_options(options, {*trained, *settings_of(checkpoint, "model")})
+    if data is None:
+        has_them = any(os.path.exists(os.path.join(folder, name)) for name in _DICTIONARIES)
+        data = folder if has_them else trained_on(trained, path)
+    elif data.startswith("."):
+        inside = os.path.join(folder, data)
+        data = inside if os.path.isdir(inside) else data
+    if not os.path.isdir(data):
+        raise UserError(f"The folder {data} does not exist: pass the folder with the dictionaries.")
+    if not any(os.path.exists(os.path.join(data, name)) for name in _DICTIONARIES):
+        raise UserError(
+            f"{os.path.join(data, 'dict.txt')} cannot be read: pass the folder with the "
+            "dictionaries that lightseq-preprocess wrote."
+        )
+    return folder, file, os.path.abspath(data)
+
+
+def _check_options(options: Iterable[str], trained: set[str]) -> None:
+    """Raises UserError for an option that neither the checkpoint nor the subwords have."""
+    from fairseq.registry import REGISTRIES
+
+    parts = [*REGISTRIES["bpe"]["dataclass_registry"].values()]
+    parts += REGISTRIES["tokenizer"]["dataclass_registry"].values()
+    fields = {name for part in parts for name in getattr(part, "__dataclass_fields__", ())}
+    known = trained | fields | {"tokenizer", "task", "arch", "user_dir", "device"}
+    for name in options:
+        if name in _NO_OPTION:
+            raise UserError(f"{name} is not an option of RobertaModel: {_NO_OPTION[name]}.")
+        if name not in known:
+            close = synonyms.nearest(name, known)
+            hint = f"did you mean {close[0]}?" if close else "docs/python.md lists the arguments."
+            raise UserError(f"RobertaModel has no option {name}: {hint}")
+
+
+def _subwords(bpe: str | None, data: str) -> str | None:
+    """The subwords of a model whose dictionaries are in the folder ``data``.
+
+    Raises:
+        UserError: they are GPT-2's, but the dictionary is not.
+    """
+    paths = [os.path.join(data, name) for name in _DICTIONARIES]
+    with open(next(filter(os.path.exists, paths)), encoding="utf-8", errors="replace") as file:
+        words = [line.rsplit(" ", 1)[0] for line, _ in zip(file, range(100))]
+    is_gpt2 = bool(words) and all(word.isdecimal() or "madeup" in word for word in words)
+    if bpe == "gpt2" and not is_gpt2:
+        raise UserError(
+            f'The dictionary in {data} has no numbers of GPT-2\'s subwords: instead of bpe="gpt2", '
+            'pass bpe="subword_nmt" with bpe_codes, bpe="sentencepiece" with sentencepiece_model, '
+            "or bpe=None."
+        )
+    if bpe == _BY_DICTIONARY:
+        return "gpt2" if is_gpt2 else None
+    return bpe
 
 
 def _require(*packages: str) -> None:
@@ -26,99 +219,12 @@ def _require(*packages: str) -> None:
         )
 
 
-class RobertaModel:
-    """Loads RoBERTa, CamemBERT and XLM-R as fairseq's ``RobertaModel`` does."""
-
-    @staticmethod
-    def from_pretrained(
-        model_name_or_path: str | os.PathLike[str],
-        checkpoint_file: str = "model.pt",
-        data_name_or_path: str | os.PathLike[str] = ".",
-        bpe: str | None = "gpt2",
-        **options: Any,
-    ) -> Any:
-        """fairseq's ``RobertaHubInterface`` of a checkpoint, with our layers.
-
-        The arguments are those of fairseq's ``RobertaModel.from_pretrained``, and the result has
-        ``fill_mask``, ``predict``, ``extract_features`` and so on. As in fairseq, call its
-        ``eval()`` to turn dropout off. Loading changes nothing for the rest of the program.
-
-        Args:
-            model_name_or_path: the folder with the checkpoint.
-            checkpoint_file: the name of the checkpoint, which lightseq-train or fairseq wrote.
-            data_name_or_path: the folder with the dictionaries; if it begins with a dot, it is
-                relative to the first folder.
-            bpe: fairseq's name of the subwords; with None, methods take numbers of tokens only.
-            options: settings to override, as in fairseq.
-
-        Raises:
-            UserError: the folder does not exist, the checkpoint contains another model or does not
-                fit the dictionary, ``bpe`` is unknown, or a file or package is missing.
-        """
-        from lightseq_fairseq.checkpoints import models  # prepares fairseq
-
-        # isort: split
-        from fairseq.data.encoders import BPE_REGISTRY
-        from fairseq.models.roberta import RobertaModel as Native
-
-        if bpe == "gpt2":
-            _require("requests", "regex")
-        places = (os.fspath(model_name_or_path), checkpoint_file, os.fspath(data_name_or_path))
-        folder, _, data = places
-        data = os.path.join(folder, data) if data.startswith(".") else data
-        for place, content in ((folder, checkpoint_file), (data, "the dictionaries")):
-            # fairseq also takes the names of its own models, and URLs.
-            if not (os.path.exists(place) or "://" in place or folder in Native.hub_models()):
-                raise UserError(
-                    f"The folder {place} does not exist: pass the folder with {content}."
-                )
-        if bpe is not None and bpe not in BPE_REGISTRY:
-            names = ", ".join(sorted(BPE_REGISTRY))
-            raise UserError(
-                f"There are no subwords named {bpe}: set bpe to None or to one of {names}."
-            )
-        try:
-            with models.building(native=False):
-                found = Native.from_pretrained(*places, bpe, **options)
-        except UserError as error:
-            raise UserError(str(error)) from None  # without the lines of fairseq's code
-        except OSError as error:
-            not_found = re.match("Model file not found: (.*)", str(error))
-            missing = error.filename or (not_found and not_found[1])
-            if missing is None:  # the network, for example
-                raise
-            raise UserError(
-                f"{missing} cannot be read: pass the folder with {checkpoint_file}, and the folder "
-                "with the dictionaries that lightseq-preprocess wrote."
-            ) from None
-        if not isinstance(found.model, Native):
-            raise UserError(
-                f"{checkpoint_file} of {places[0]} contains no RoBERTa but "
-                f"{type(found.model).__name__}: choose another checkpoint."
-            )
-        if found.bpe is None:
-            found.bpe = _NoSubwords()
-        if bpe in _WHOLE_WORDS:
-            found.fill_mask = functools.partial(_fill_mask, found.fill_mask)
-        return found
-
-
-class _NoSubwords:
-    """In place of the subwords that ``bpe=None`` does not load."""
-
-    def encode(self, text: str) -> str:
-        raise UserError(
-            "This model was loaded without subwords, so it takes only numbers of tokens: pass bpe, "
-            'for example bpe="subword_nmt" with bpe_codes, to from_pretrained().'
+def _sentence(error: Exception, bpe: str | None, request: Request) -> str | None:
+    """What the user can correct, or None."""
+    known = messages.explain(error, request)
+    if known is None and bpe == "gpt2" and isinstance(error, OSError) and not error.filename:
+        return (
+            f'The files of bpe="gpt2" cannot be downloaded ({type(error).__name__}): pass '
+            "gpt2_encoder_json and gpt2_vocab_bpe, or bpe=None."
         )
-
-    decode = encode
-
-
-def _fill_mask(
-    fill_mask: Callable[..., list[tuple[str, float, str]]], masked_input: str, topk: int = 5
-) -> list[tuple[str, float, str]]:
-    """fairseq's ``fill_mask``, which removes the space before ``<mask>``: it expects that a token
-    that begins a word contains this space."""
-    found = fill_mask(masked_input, topk)
-    return [(masked_input.replace("<mask>", token), score, token) for _, score, token in found]
+    return known

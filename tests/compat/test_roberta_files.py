@@ -89,9 +89,12 @@ def same(ours: Any, its: Any) -> None:
     assert not isinstance(its.model, LSRobertaModel)
     has_mask = hasattr(its.task, "mask_idx")  # a classifier's task has none
     for sentence in ("abc <mask>", "<mask>e", "a<mask>bbcd") if has_mask else ():
-        found, expected = (x.fill_mask(sentence, topk=4) for x in (ours, its))
-        assert [x[::2] for x in found] == [x[::2] for x in expected]
-        assert [x[1] for x in found] == pytest.approx([x[1] for x in expected], abs=1e-6)
+        found, expected = (x.fill_mask(sentence, topk=8) for x in (ours, its))
+        assert [x[::2] for x in found[:4]] == [x[::2] for x in expected[:4]]
+        if len(expected) == 8:  # else fairseq has dropped marks, but not their probabilities
+            assert [x[1] for x in found[:4]] == pytest.approx(
+                [x[1] for x in expected[:4]], abs=1e-6
+            )
     with torch.no_grad(), parity.native_in_float64():
         ours.double(), its.double()
         pairs = [(x.extract_features(TOKENS),) for x in (ours, its)]
@@ -128,18 +131,81 @@ def test_a_filled_mask_keeps_the_spaces(
     options |= {"bpe": "subword_nmt", "bpe_codes": str(tmp_path / "codes")}
     ours = OurRobertaModel.from_pretrained(pretrained, **options).eval()
     found = ours.fill_mask("a b <mask> c", topk=3)
+    assert len(found) == 3
     assert [text for text, _, _ in found] == [f"a b {token} c" for _, _, token in found]
     options["data_name_or_path"] = str(data.text)
     its = RobertaModel.from_pretrained(str(pretrained), **options).eval()
-    assert [each[2] for each in its.fill_mask("a b <mask> c", topk=3)] == [x[2] for x in found]
+    expected = its.fill_mask("a b <mask> c", topk=6)[:3]
+    assert [each[2] for each in expected] == [x[2] for x in found]
 
 
 def test_gpt2s_subwords_need_packages(
-    data: roberta.Data, pretrained: Path, monkeypatch: pytest.MonkeyPatch
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "dict.txt").write_text("13 850\n262 80\nmadeupword0000 0\n")  # as GPT-2's
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="run pip install requests regex"):
-        OurRobertaModel.from_pretrained(pretrained, "checkpoint_last.pt", data.text)
+        OurRobertaModel.from_pretrained(pretrained, "checkpoint_last.pt", tmp_path)
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"nonsense": 7}, "RobertaModel has no option nonsense"),
+    ({"num_labels": 2}, "RobertaModel has no option num_labels"),
+    ({"encoder_layer": 2}, "no option encoder_layer: did you mean encoder_layers"),
+    ({"fp16": True}, r"fp16 is not an option of RobertaModel: call half\(\) of the model"),
+    ({"device": "gpu"}, 'device is gpu: use "cpu" or "cuda"'),
+    ({"device": "cuda:7"}, "device is cuda:7, but"),
+    ({"bpe": "gpt2"}, "has no numbers of GPT-2's subwords: instead of"),
+    ({"bpe": "subword_nmt"}, "bpe_codes is missing: set it"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), BAD_ARGUMENTS)
+def test_arguments_that_are_refused(
+    data: roberta.Data, pretrained: Path, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        OurRobertaModel.from_pretrained(pretrained, data.text, **options)
+    with pytest.raises(UserError, match=r"RobertaModel.from_pretrained\(\)"):
+        OurRobertaModel(pretrained)
+
+
+def test_the_arguments_of_translator(
+    data: roberta.Data, pretrained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(data.text.parent)
+    file = pretrained / "checkpoint_best.pt"
+    places: list[tuple[Any, ...]] = [
+        (pretrained,), (file,), (file, data.text), (pretrained, f"./{data.text.name}"),
+        (str(pretrained), file.name, str(data.text)),
+    ]  # fmt: skip
+    device = torch.device("cpu")
+    first, *others = (OurRobertaModel.from_pretrained(*x, device=device) for x in places)
+    assert first.bpe is None and repr(first).startswith("RobertaModel(LSRobertaModel, heads=[]")
+    for other in others:
+        assert equal(first.model.state_dict(), other.model.state_dict())
+
+
+def test_input_that_methods_refuse(data: roberta.Data, pretrained: Path, tuned: Path) -> None:
+    model, classifier = (
+        load(OurRobertaModel, pretrained, data.text),
+        load(OurRobertaModel, tuned, data.classes),
+    )
+    with torch.no_grad():
+        assert torch.equal(
+            model.extract_features([0, 5, 2]), model.extract_features(TOKENS[0, [0, 1, 4]])
+        )
+    for call, sentence in (
+        (lambda: model.encode(["a", "b"]), r"encode\(\) takes a text, .* not a list"),
+        (lambda: model.extract_features("text"), "not numbers of tokens: pass those of encode"),
+        (lambda: model.extract_features([0, 999]), "must be from 0 to"),
+        (lambda: model.predict("head", TOKENS), "no classification head named head: fine-tune"),
+        (lambda: classifier.predict("head", TOKENS), f"named head: use {roberta.HEAD}"),
+        (lambda: model.fill_mask("no mask"), "takes a text with one <mask>"),
+        (lambda: classifier.fill_mask("a <mask>"), "This is a classifier"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            call()
 
 
 def test_classes(data: roberta.Data, tuned: Path) -> None:
@@ -178,7 +244,7 @@ def test_other_models_and_dictionaries_are_refused(
     limits = "--tokens-per-sample 16 --max-tokens 64 --num-workers 0 --optimizer adam"
     line = [*words.split(), *small.split(), *limits.split()]
     succeed("train", data.text, *line, "--save-dir", tmp_path / "lm")
-    with pytest.raises(UserError, match=r"nothing does not exist: pass the folder with model\.pt"):
+    with pytest.raises(UserError, match="nothing does not exist: pass the folder with the ch"):
         OurRobertaModel.from_pretrained(tmp_path / "nothing")
     with pytest.raises(UserError, match="nothing does not exist: pass the folder with the dict"):
         load(OurRobertaModel, pretrained, tmp_path / "nothing")

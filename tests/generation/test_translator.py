@@ -234,6 +234,19 @@ def test_fairseqs_own_model_and_fairseq_afterwards(toy: Toy, translator: Transla
         assert a.tokens == b.tokens and a.score == pytest.approx(b.score, abs=1e-4)
 
 
+def test_notes_are_warnings(translator: Translator, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="^nbest 3 gives 2 hypotheses, as many as beam"):
+        assert len(translator.translate("eins", beam=2, nbest=3).hypotheses) == 2
+    assert not capfd.readouterr().err
+
+
+def test_what_is_loaded(toy: Toy) -> None:
+    with pytest.raises(UserError, match=r"call Translator\.from_pretrained\(\)"):
+        Translator("checkpoints")  # type: ignore[arg-type]
+    found = Translator.from_pretrained(toy.paths[-1], toy.folder, device=torch.device("cpu"))
+    assert repr(found) == f"Translator({str(toy.paths[-1])!r}, src-tgt, cpu, fp32)"
+
+
 def shown(error: Exception) -> str:
     """What Python prints if a program does not catch the error."""
     return "".join(traceback.format_exception(error))
@@ -256,6 +269,9 @@ def test_the_class_is_there_before_torch_is() -> None:
         (["eins", "eins " * 2000], {}, "Sentence 1 .*2001.*1024"),
         ("eins " * 30, {"max_tokens": 20}, "31 tokens.*max_tokens"),
         ("eins", {"beem": 2}, r"Translator has no option beem: did you mean beam\?"),
+        ("eins", {"max_new_tokens": 2}, "no option max_new_tokens: did you mean max_len_b"),
+        ("eins", {"device_map": "auto"}, r"device_map is not .*: pass device to from_pretrained"),
+        ("eins", {"sampling_topp": 0.9}, r"^sampling_topp requires sampling\.$"),
         ("eins", {"beam": 0}, "^beam .*at least 1"),
         ("eins", {"beam": "four"}, "^beam cannot be four"),
         ("eins", {"sampling": True}, "^sampling requires nbest to be equal to beam"),
@@ -315,6 +331,10 @@ def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
         (lambda place: {"data": place / "other"}, "dictionary"),
         (lambda place: {"source_lang": "fr"}, "dict.fr.txt"),
         (lambda place: {"bpe": "subword_nmt", "bpe_codes": place / "gone"}, "gone .*not exist"),
+        (lambda place: {"bpe": "subword_nmt"}, "^bpe_codes is missing: set it"),
+        (lambda place: {"device": "cuda:7"}, "device is cuda:7, but torch finds no GPU"),
+        (lambda place: {"device": "gpu"}, 'device is gpu: use "cpu" or "cuda"'),
+        (lambda place: dict(zip(LANGUAGES, reversed(LANGUAGES.values()))), "to translate from src"),
         (lambda place: {"lenpen": "long"}, "^lenpen cannot be long"),
         (lambda place: {"lenpenalty": 1}, "no option lenpenalty: did you mean lenpen"),
         (lambda place: {"buffer_size": 5}, "buffer_size is not an option of Translator"),

@@ -112,7 +112,7 @@ def _files(failure: Cause, request: Request) -> str | None:
     if name in (read or "").split(os.pathsep):
         return f"The checkpoint {name} {_REASONS[number]}: check --path."
     if any(_lies_in(name, path) for path in _named_paths(request)):
-        return f"{name} {_REASONS[number]}: check the path on the command line."
+        return f"{name} {_REASONS[number]}: check the path."
     return None
 
 

@@ -158,9 +158,7 @@ RULES: tuple[Rule, ...] = (
     Known(r"In 'config': Could not find '(\w+)/(\w+)'", _unconfigured),
     Known(  # of a tokenizer or a BPE that the command builds
         r"Missing mandatory value: (?:\w+\.)*(\w+)\n",
-        lambda found, request: (
-            f"{flag_of(found[1])} is missing, but this command needs it: add it."
-        ),
+        lambda found, request: f"{flag_of(found[1])} is missing: set it.",
     ),
     Known(r"Error merging override (\w+)\.(\w+)=(.*)", _override),
 )
