@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import click
 from click.shell_completion import get_completion_class
 
-from lightseq_fairseq.cli.start.commands import OneSentenceGroup, version
+from lightseq_fairseq.cli.start.commands import CommandError, OneSentenceGroup, version
+from lightseq_fairseq.cli.words import synonyms
 
 JOBS = {
     "Prepare data": ("preprocess",),
@@ -35,6 +37,15 @@ class ByJob(OneSentenceGroup):
 
     prefix = ""
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            close = [name] if name in COMMANDS else synonyms.nearest(name, COMMANDS)
+            known = f"{ctx.command_path} --help lists the commands."
+            advice = f"did you mean {self.prefix}{close[0]}?" if close else known
+            raise CommandError(ctx.command_path, f"There is no command {name}: {advice}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = len(self.prefix) + max(map(len, COMMANDS))
         for job, names in JOBS.items():
@@ -42,7 +53,7 @@ class ByJob(OneSentenceGroup):
                 rows = []
                 for name in names:
                     command: click.Command = importlib.import_module(module_of(name)).main
-                    says = command.get_short_help_str(formatter.width - width - 4)
+                    says = command.get_short_help_str(limit=200)  # write_dl wraps it
                     rows.append((f"{self.prefix}{name}".ljust(width), says))
                 formatter.write_dl(rows)
 

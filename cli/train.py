@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 
 import click
@@ -37,11 +36,22 @@ from lightseq_fairseq.cli.words import defaults, registries
 def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
     """Train a translation model, a language model or RoBERTa: fairseq-train, accelerated.
 
-    Takes every option of fairseq-train. To use this package, add the prefix ls_ to the arch, the
-    optimizer and the criterion. The arch is enough; this command is complete:
+    Takes the flags of fairseq-train, and refuses by name the few that this package lacks. To use
+    this package, add the prefix ls_ to the arch, the optimizer and the criterion. The arch is
+    enough; this command is complete:
 
     \b
         lightseq-train data-bin/wmt14_en_de --arch ls_transformer_wmt_en_de_big_t2t
+
+    \b
+    The flags of fairseq-train that most runs set (--fairseq-help lists all of them):
+        --save-dir FOLDER            of the checkpoints (default: checkpoints)
+        --lr RATE                    the learning rate
+        --max-tokens N               tokens of a batch, per GPU; or --batch-size N sentences
+        --max-epoch N, --max-update N   when the run ends
+        --update-freq N              batches whose gradients are added for one update
+        --bf16, --fp16               16 bits; filled in on a GPU
+        --keep-last-epochs N, --no-epoch-checkpoints   fewer files: by default each epoch is saved
 
     The options that you do not set get the values of the default recipe: optimizer, criterion,
     learning-rate schedule, batch size, number of updates, precision. The first line printed is the
@@ -66,27 +76,29 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
         fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
         adaptive = registries.has_adaptive_softmax(argv)
         recipe = defaults.recipe_of(argv, adaptive)
-        added = defaults.missing(argv, _machine(argv), fused, adaptive, epoch.of_command(argv))
+        data = epoch.of_command(argv)
+        added = defaults.missing(argv, _machine(argv), fused, adaptive, data)
         argv = defaults.with_options(argv, added)
         why = defaults.reason(argv, added, recipe)
+        notes = [defaults.note(argv), defaults.note_on_length(argv, added, data)]
         if native:
             argv, added = registries.native_twin(argv), defaults.native_twin(added)
-        completed.append((argv, added, why))
+        completed.append((argv, added, why, notes))
         return defaults.with_options(argv, _log_format(argv))
 
-    # (all words of a run, words that we added, why they are not the recipe's)
-    completed: list[tuple[list[str], list[str], str | None]] = []
+    # (all words of a run, words that we added, why they are not the recipe's, notes)
+    completed: list[tuple[list[str], list[str], str | None, list[str | None]]] = []
 
     def announce() -> None:
-        for argv, added, why in completed:
+        for argv, added, why, notes in completed:
             if not _is_first_rank(argv):
                 continue
             print(defaults.command_line(argv), flush=True)
             if added:
-                print(f"# filled in: {shlex.join(added)}", flush=True)
+                print(f"# filled in: all flags from {added[0]} on", flush=True)
             if why is not None:
                 print(f"# {why}", flush=True)
-            if (note := defaults.note(argv)) is not None:
+            for note in filter(None, notes):
                 click.echo(f"lightseq-train: note: {note}", err=True)
 
     run_fairseq("train", words, native=is_native, complete=complete, announce=announce)

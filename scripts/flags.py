@@ -154,9 +154,10 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/flags.py; do not edit. -->
 
-Type `lightseq-train --fairseq-help` to list all flags, and search this page for one. The tables say
-what `lightseq-train`, `-generate`, `-validate` and `-interactive` do with each flag of fairseq
-0.12.2, for `--task translation`. A dash means that fairseq's command has no such flag.
+Search this page for a flag. [Train](train.md#flags-that-most-runs-set) says what the common flags
+mean, and `lightseq-train --fairseq-help` lists all. The tables say what `lightseq-train`,
+`-generate`, `-validate` and `-interactive` do with each flag of fairseq 0.12.2, for
+`--task translation`. A dash means that fairseq's command has no such flag.
 
 * **works**: the flag has the same effect as in fairseq. Training uses the *captured step*: on a
   GPU, CUDA graphs, which are the reason of the speed
@@ -174,7 +175,7 @@ Rules for flags that are not in the table, and for special cases:
   if its data do not fit the arch.
 * A flag that is "part of" another flag has the same answer as the other one. Without the
   other one it has no effect, and a note says so. In a run with one rank, this is also true for
-  flags of several ranks.
+  flags of several ranks. Without `--sampling`, `--sampling-topk` and `--sampling-topp` are refused.
 * A command without any `ls_` part, or with `--native`, runs fairseq's own code. It refuses no
   flag of the tables for that reason, but it also refuses [wrong input](#wrong-input).
 * With `--task language_modeling`, the flags of the search in generate and interactive have the

@@ -63,6 +63,7 @@ def with_all_flags(
         seen.append(parser)  # fairseq calls this twice: before and after it adds these flags
         if len(seen) == 2:
             parser.usage = f"lightseq-{command} [flags]"
+            parser.epilog = "docs/train.md (Flags that most runs set) explains the common flags."
             parser.print_help()
             parser.exit()
 

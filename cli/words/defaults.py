@@ -51,6 +51,7 @@ _PARTS = tuple(flag for (flag,) in PARTS)
 _SENTENCES = ("--batch-size", "--max-sentences")
 _LAST_OF_DECAY = "--total-num-update"
 _WARM_UP = "--warmup-updates"
+_MANY_EPOCHS = 500
 _RATE = ("--lr", "--lr-scheduler")
 
 
@@ -221,6 +222,12 @@ def updates_of(argv: Sequence[str], epoch: Epoch | None) -> int | None:
     epochs = _number(value(argv, ("--max-epoch",)))
     if not epochs or epoch is None:
         return last or None
+    updates = epochs * updates_of_epoch(argv, epoch)
+    return min(updates, last) if last else updates or None
+
+
+def updates_of_epoch(argv: Sequence[str], epoch: Epoch) -> int:
+    """About the updates of an epoch, by the complete command; 0 if they are not known."""
     sentences, tokens, ranks, micro = (
         _number(value(argv, flags))
         for flags in (
@@ -230,8 +237,7 @@ def updates_of(argv: Sequence[str], epoch: Epoch | None) -> int | None:
     batches = max(
         epoch.sentences / sentences if sentences else 0, epoch.tokens / tokens if tokens else 0
     )
-    updates = epochs * math.ceil(math.ceil(batches) / ((ranks or 1) * (micro or 1)))
-    return min(updates, last) if last else updates or None
+    return math.ceil(math.ceil(batches) / ((ranks or 1) * (micro or 1)))
 
 
 def _number(text: str | None) -> int | None:
@@ -247,6 +253,20 @@ def reason(argv: Sequence[str], added: Sequence[str], recipe: Recipe) -> str | N
     flag = "--max-epoch" if is_given(argv, ("--max-epoch",)) else "--max-update"
     given = f"{flag} {value(argv, (flag,))}"
     return f"warm-up: {warm_up} updates, a tenth of the run ({given}); the recipe's are {usual}"
+
+
+def note_on_length(argv: Sequence[str], added: Sequence[str], epoch: Epoch | None) -> str | None:
+    """A note if the recipe's number of updates is far too large for the data, else None."""
+    last = _number(value(added, ("--max-update",)))
+    each = updates_of_epoch(argv, epoch) if epoch is not None else 0
+    if not last or not each or last < _MANY_EPOCHS * each:
+        return None
+    updates = "1 update is" if each == 1 else f"{each:,} updates are"
+    return (
+        f"{updates} an epoch of these data, so the recipe's {last:,} updates are "
+        f"{last // each:,} epochs: set --max-epoch or --max-update. docs/train.md (Amount of data) "
+        "says which model and flags fit small data."
+    )
 
 
 def with_options(argv: Sequence[str], options: Sequence[str]) -> list[str]:

@@ -40,6 +40,15 @@ class LanguageModel(Pretrained):
         )
         return [int(token) for token in tokens]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids: what `encode` began with, with its subwords joined."""
+        import torch
+
+        words = self._loaded.task.source_dictionary.string(
+            torch.tensor(self._checked(0, ids)), self.configuration.common_eval.post_process
+        )
+        return str(self._loaded.decode(words))
+
     @overload
     def generate(self, prompts: Prompt, **options: Any) -> list[Hypothesis]: ...
 

@@ -159,9 +159,10 @@ class Report:
         if self._trainer is not None:
             updates = self._trainer.get_num_updates()
             lost = updates - self._saved
-            self._log(
-                f"interrupted at update {updates:,}: {lost:,} since the last checkpoint are lost"
-            )
+            what = f"{lost:,} since the last checkpoint are lost"
+            if not self._saved:
+                what = "all are lost, because there is no checkpoint yet"
+            self._log(f"interrupted at update {updates:,}: {what}")
 
     def end(self, cfg: Any) -> None:
         """Log the last lines, if there was an update. Call it when the checkpoints are on disk."""

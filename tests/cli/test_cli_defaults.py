@@ -112,6 +112,22 @@ def test_the_schedule_follows_the_length_of_the_run(
     assert " ".join(text for text in fitted if text) == (schedule or "")
 
 
+@pytest.mark.parametrize(
+    ("command", "note"),
+    [
+        (ARCH, "10 updates are an epoch of these data, so the recipe's 300,000 updates are 30,000"),
+        (f"{ARCH} --max-epoch 60", None),
+        (f"{ARCH} --max-update 300000", None),
+        (f"{ROBERTA} sentence_prediction", None),
+    ],
+)
+def test_the_recipe_is_far_too_long_for_small_data(command: str, note: str | None) -> None:
+    words = shlex.split(command)
+    added = defaults.missing(words, CPU, epoch=EPOCH)
+    found = defaults.note_on_length([*words, *added], added, EPOCH)
+    assert (found or "").startswith(note or "") and bool(found) == bool(note)
+
+
 def test_a_period_of_the_rate_ends_with_the_run() -> None:
     found = added(f"{TEXT} --max-update 500", adaptive=True)
     assert "--lr-period-updates 450 " in found and "--warmup-updates 50 " in found

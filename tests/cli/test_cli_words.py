@@ -28,6 +28,7 @@ from fairseq.dataclass import utils
 import lightseq_fairseq
 from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.lightseq import COMMANDS as SUBCOMMANDS
+from lightseq_fairseq.cli.lightseq import main as overview
 from lightseq_fairseq.cli.start.launch import launcher
 
 COMMANDS = ["train", "generate", "validate", "interactive", "preprocess"]
@@ -74,6 +75,20 @@ def test_help_imports_neither_torch_nor_fairseq() -> None:
 def test_version(command: str) -> None:
     said = succeed(command, "--version")
     assert said == f"lightseq-{command.removesuffix('_')} {lightseq_fairseq.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [("train", "did you mean lightseq-train?"), ("trian", "did you mean lightseq-train?"),
+     ("xyz", "lightseq --help lists the commands.")],
+)  # fmt: skip
+def test_lightseq_names_the_command(word: str, answer: str) -> None:
+    done = CliRunner().invoke(overview, [word])
+    assert (done.exit_code, done.output) == (
+        2,
+        f"lightseq: error: There is no command {word}: {answer}\n",
+    )
+    assert "..." not in CliRunner().invoke(overview, []).output.partition("Prepare data")[2]
 
 
 def test_every_command_is_a_subcommand_of_the_package() -> None:

@@ -85,8 +85,8 @@ def test_standard_error_stays_empty(data: Path, tmp_path: Path, own: list[str]) 
     assert (run.returncode, run.stderr) == (0, "")
     lines = run.stdout.splitlines()
     assert lines[0].startswith(f"lightseq-train {data} --arch")
-    assert lines[1].startswith(f"# filled in: --optimizer {'' if own else 'ls_'}adam ")
-    assert lines[0].endswith(lines[1].removeprefix("# filled in:"))
+    assert f" --optimizer {'' if own else 'ls_'}adam " in lines[0]
+    assert lines[1] == "# filled in: all flags from --optimizer on"
     if not own:  # the import of torch.compile takes seconds
         assert lines[-1] == "imported:"
     train = run.stdout.partition("loading model(s)")[0]

@@ -124,6 +124,7 @@ def test_a_run_does_not_resume_with_another_arch(trained: Trained) -> None:
     words = [trained.data["pairs"], "--arch", "ls_transformer_tiny", *RUN, "--save-dir", folder]
     result = run("train", *words)
     assert result.exit_code == 2 and "does not match checkpoint" in result.stderr
+    assert "this folder has a run of --arch ls_transformer: use its --arch" in result.stderr
 
 
 def test_native_takes_no_sizes(trained: Trained, tmp_path: Path) -> None:

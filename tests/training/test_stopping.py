@@ -145,7 +145,9 @@ def test_a_second_one_ends_at_once(data: Path, tmp_path: Path, number: signal.Si
     def interrupted() -> None:
         with pytest.raises(KeyboardInterrupt):
             run()
-        assert said[-1] == "interrupted at update 2: 2 since the last checkpoint are lost"
+        assert (
+            said[-1] == "interrupted at update 2: all are lost, because there is no checkpoint yet"
+        )
 
     said: list[str] = []
     if number == signal.SIGINT:

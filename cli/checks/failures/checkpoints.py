@@ -9,7 +9,7 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.cli.checks import Request, checkpoints, sizes
 from lightseq_fairseq.cli.checks.failures.cause import Cause
 from lightseq_fairseq.cli.checks.failures.known import Known, Rule, checkpoint, data_folder
-from lightseq_fairseq.cli.words.defaults import flag_of, is_given
+from lightseq_fairseq.cli.words.defaults import PREFIX, flag_of, is_given
 
 _MISMATCH = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from "
@@ -43,8 +43,11 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
         difference = f"{name} is [{saved}] in the checkpoint and [{built}] in this model"
     else:
         difference = " ".join(failure.text.split("\n", 1)[-1].split())[:200]
+    arch = _other_arch(request)
     flags = [_positions(name, saved, request) for name, saved, _ in mismatches]
-    if flags and None not in flags:
+    if arch is not None:
+        remedy = f"this folder has a run of --arch {arch}: use its --arch and sizes"
+    elif flags and None not in flags:
         remedy = "set " + " ".join(flag for flag in dict.fromkeys(flags) if flag)
     else:
         remedy = "use the --arch and the sizes that it was trained with"
@@ -52,6 +55,20 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
         f"The model does not match {where} ({difference}): {remedy}, or start a new run in "
         "another --save-dir."
     )
+
+
+def _other_arch(request: Request) -> str | None:
+    """The arch of the run in --save-dir, if this run would resume it with another one."""
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+    if request.command != "train":
+        return None
+    start, path = checkpoints.initial(request.args)
+    trained = settings_of(checkpoints.saved(path), "model")
+    arch = str(trained.get("arch") or trained.get("_name") or "").removeprefix(PREFIX)
+    if start != "--save-dir" or arch in ("", request.args.arch.removeprefix(PREFIX)):
+        return None
+    return PREFIX * request.args.arch.startswith(PREFIX) + arch
 
 
 def _positions(name: str, saved: str, request: Request) -> str | None:
