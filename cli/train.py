@@ -64,9 +64,8 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
         from lightseq_fairseq.cli.checks import epoch  # imports numpy, which --help does not need
 
         fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
-        adaptive = registries.has_adaptive_softmax(argv)
-        recipe = defaults.recipe_of(argv, adaptive)
-        added = defaults.missing(argv, _machine(argv), fused, adaptive, epoch.of_command(argv))
+        recipe = registries.recipe_of(argv)
+        added = defaults.missing(argv, _machine(argv), fused, recipe, epoch.of_command(argv))
         argv = defaults.with_options(argv, added)
         why = defaults.reason(argv, added, recipe)
         if native:
