@@ -1,0 +1,292 @@
+"""Models of Hugging Face `transformers` that compute what a model of fairseq computes.
+
+`COUNTERPARTS` has a record of each kind of model. It drives both directions, see `huggingface`. A
+new kind is a record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import Family
+
+Names = tuple[tuple[str, str], ...]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Field(NamedTuple):
+    """A setting of fairseq and the field of config.json that decides it.
+
+    Attributes:
+        setting, name: of fairseq, and in config.json.
+        default: the value in `transformers` if config.json lacks the field; None: it is required.
+        read, write: from the field's value to the setting's, and back.
+    """
+
+    setting: str
+    name: str
+    default: Any = None
+    read: Callable[[Any], Any] = _same
+    write: Callable[[Any], Any] = _same
+
+
+class Fixed(NamedTuple):
+    """A field of config.json that must have one value, because fairseq has no other.
+
+    Attributes:
+        default: the value in `transformers` if config.json lacks the field.
+    """
+
+    name: str
+    value: Any
+    default: Any
+
+
+class Counterpart(NamedTuple):
+    """A kind of models in both worlds.
+
+    Attributes:
+        types: model_type in config.json -> the first part of the names of its classes.
+        classes: the last parts of those that can be read; the first one is written.
+        classifier: that of a model with a classification head; empty if there is none.
+        family, arch, task: of fairseq.
+        fields: the settings that config.json decides.
+        settings: those that all these models have in fairseq.
+        fixed: the fields that all these models have in `transformers`.
+        names: prefixes of the names of parameters, fairseq's and Hugging Face's. "*" is a number.
+        base: what names in files of the class without a head lack.
+        tied: fairseq's names of one table. A file may have any of them.
+        tables: fairseq's names of parameters with a row for each word -> the side of the words.
+        optional: prefix of fairseq's parameters that a file may lack; they are zero then.
+        ignored: Hugging Face's parameters that the function does not read.
+        fused: (fairseq's "...{q,k,v}_proj.", Hugging Face's) of matrices that are stored as one.
+        transposed: Hugging Face's matrices that are stored as [inputs, outputs].
+        first_position: rows of fairseq's learned positions that Hugging Face's table lacks.
+        types_table: Hugging Face's embedding of token types, whose row 0 is added to each token.
+        languages: pattern of words that name a language, and how fairseq writes a language.
+        spare: a word that no text has, for rows that fairseq has in addition.
+        sides: side of the words -> config.json's field of their number, and the file with the words
+            if the folder has no tokenizer.json.
+    """
+
+    types: dict[str, str]
+    classes: tuple[str, ...]
+    family: Family
+    arch: str
+    task: str
+    fields: tuple[Field, ...]
+    settings: dict[str, Any]
+    fixed: tuple[Fixed, ...]
+    names: Names
+    base: str
+    tied: tuple[str, ...]
+    tables: dict[str, str]
+    classifier: str = ""
+    optional: str = ""
+    ignored: str = ""
+    fused: tuple[str, str] | None = None
+    transposed: str = ""
+    first_position: int = 0
+    types_table: str = ""
+    languages: tuple[str, str] | None = None
+    spare: str = ""
+    sides: dict[str, tuple[str, str]] = {"source": ("vocab_size", "vocab.json")}
+
+    def theirs(self, name: str) -> str | None:
+        """Hugging Face's name of fairseq's parameter."""
+        return _renamed(name, self.names)
+
+    def ours(self, name: str) -> str | None:
+        """fairseq's name of Hugging Face's parameter; None: there is none."""
+        if not any(re.match(_pattern(theirs), name) for _, theirs in self.names):
+            name = self.base + name
+        return _renamed(name, tuple((theirs, ours) for ours, theirs in self.names))
+
+
+def _pattern(prefix: str) -> str:
+    return re.escape(prefix).replace(r"\*", r"(\d+)")
+
+
+def _renamed(name: str, names: Names) -> str | None:
+    for before, after in names:
+        if found := re.match(_pattern(before), name):
+            for number in found.groups():
+                after = after.replace("*", number, 1)
+            return after + name[found.end() :]
+    return None
+
+
+_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_accurate"}
+
+
+def _activation(name: str, default: str) -> Field:
+    back = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    return Field("activation_fn", name, default, lambda v: _ACTIVATIONS.get(v), back.get)
+
+
+def _not(value: Any) -> bool:
+    return not value
+
+
+_TIED = Fixed("tie_word_embeddings", True, True)
+_MODEL = "encoder.sentence_encoder."
+ROBERTA = Counterpart(
+    types={"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
+    classes=("ForMaskedLM", "Model", "ForSequenceClassification"),
+    classifier="ForSequenceClassification",
+    family=families.ROBERTA,
+    arch="roberta",
+    task="masked_lm",
+    fields=(
+        Field("encoder_embed_dim", "hidden_size", 768),
+        Field("encoder_layers", "num_hidden_layers", 12),
+        Field("encoder_attention_heads", "num_attention_heads", 12),
+        Field("encoder_ffn_embed_dim", "intermediate_size", 3072),
+        # The table has two more rows: for numbers up to the pad's, 1.
+        Field("max_positions", "max_position_embeddings", 512, lambda v: v - 2, lambda v: v + 2),
+        _activation("hidden_act", "gelu"),
+        Field("dropout", "hidden_dropout_prob", 0.1),
+        Field("attention_dropout", "attention_probs_dropout_prob", 0.1),
+    ),
+    settings={
+        "encoder_normalize_before": False,
+        "encoder_learned_pos": True,
+        "layernorm_embedding": True,
+        "no_scale_embedding": True,
+        "no_token_positional_embeddings": False,
+        "untie_weights_roberta": False,
+        "pooler_activation_fn": "tanh",
+    },
+    fixed=(
+        Fixed("type_vocab_size", 1, 2),
+        Fixed("layer_norm_eps", 1e-5, 1e-12),
+        Fixed("is_decoder", False, False),
+        Fixed("add_cross_attention", False, False),
+        Fixed("position_embedding_type", "absolute", "absolute"),
+        _TIED,
+    ),
+    names=(
+        (f"{_MODEL}embed_tokens.", "roberta.embeddings.word_embeddings."),
+        (f"{_MODEL}embed_positions.", "roberta.embeddings.position_embeddings."),
+        (f"{_MODEL}layernorm_embedding.", "roberta.embeddings.LayerNorm."),
+        *(
+            (f"{_MODEL}layers.*.{ours}.", f"roberta.encoder.layer.*.{theirs}.")
+            for ours, theirs in (
+                ("self_attn.q_proj", "attention.self.query"),
+                ("self_attn.k_proj", "attention.self.key"),
+                ("self_attn.v_proj", "attention.self.value"),
+                ("self_attn.out_proj", "attention.output.dense"),
+                ("self_attn_layer_norm", "attention.output.LayerNorm"),
+                ("fc1", "intermediate.dense"),
+                ("fc2", "output.dense"),
+                ("final_layer_norm", "output.LayerNorm"),
+            )
+        ),
+        ("encoder.lm_head.weight", "lm_head.decoder.weight"),
+        ("encoder.lm_head.bias", "lm_head.bias"),
+        ("encoder.lm_head.bias", "lm_head.decoder.bias"),
+        ("encoder.lm_head.", "lm_head."),
+        ("classification_heads.sentence_classification_head.", "classifier."),
+    ),
+    base="roberta.",
+    tied=(f"{_MODEL}embed_tokens.weight", "encoder.lm_head.weight"),
+    tables={f"{_MODEL}embed_tokens.weight": "source", "encoder.lm_head.bias": "source"},
+    optional="encoder.lm_head.",
+    ignored=r"roberta\.(pooler\..*|embeddings\.position_ids)",
+    types_table="roberta.embeddings.token_type_embeddings.weight",
+)
+
+COUNTERPARTS = (ROBERTA,)
+
+
+def of_config(config: dict[str, Any]) -> Counterpart:
+    """The record of a model in `transformers`.
+
+    Raises:
+        UserError: there is none, or the model computes something else.
+    """
+    kind = str(config.get("model_type"))
+    record = next((each for each in COUNTERPARTS if kind in each.types), None)
+    if record is None:
+        known = ", ".join(kind for each in COUNTERPARTS for kind in each.types)
+        raise UserError(f"its model_type is {kind}, but only these can be converted: {known}.")
+    for name in config.get("architectures") or ():
+        if name not in (classes := [record.types[kind] + last for last in record.classes]):
+            raise UserError(
+                f"it contains a {name}, but only these classes can be converted: "
+                f"{', '.join(classes)}."
+            )
+    for name, value, default in record.fixed:
+        if (found := config.get(name, default)) != value:
+            raise UserError(
+                f"its {name} is {found}, but fairseq's model of this kind has {value}: it cannot "
+                "compute the same."
+            )
+    return record
+
+
+def settings(record: Counterpart, config: dict[str, Any]) -> dict[str, Any]:
+    """fairseq's settings of a model in `transformers`.
+
+    Raises:
+        UserError: fairseq does not have the activation.
+    """
+    found = dict(record.settings)
+    for setting, name, default, read, _ in record.fields:
+        value = config.get(name)
+        found[setting] = read(default if value is None else value)
+        if found[setting] is None:
+            raise UserError(f"its {name} is {value}, which fairseq's models do not have.")
+    return found
+
+
+def of_settings(family: Family, args: Any, preferred: str | None) -> tuple[Counterpart, str]:
+    """The record of a model of fairseq, and its model_type.
+
+    Args:
+        preferred: the model_type to choose if several fit; None for the first one.
+
+    Raises:
+        UserError: no model of `transformers` computes the same.
+    """
+    known = [each for each in COUNTERPARTS if each.family is family]
+    known.sort(key=lambda record: preferred not in record.types)
+    problems = []
+    for record in known:
+        problems.append(problem := list(_problems(record, args)))
+        if not problem:
+            return record, sorted(record.types, key=lambda kind: kind != preferred)[0]
+    if not problems:
+        raise UserError(f"Hugging Face has no counterpart of {family.name} that is known here.")
+    raise UserError(
+        f"Hugging Face has no model that computes the same ({min(problems, key=len)[0]}): export "
+        "this one with --to safetensors."
+    )
+
+
+def _problems(record: Counterpart, args: Any) -> Iterator[str]:
+    kind = next(iter(record.types.values()))
+    for name, value in record.settings.items():
+        found = getattr(args, name, None)
+        if (found or None) != (value or None):
+            yield f"{name} is {found}, but {value} in its {kind}"
+    fields: dict[str, Any] = {}
+    for setting, name, _, _, write in record.fields:
+        value = write(getattr(args, setting, None))
+        if fields.setdefault(name, value) != value or value is None:
+            yield f"{setting} is {getattr(args, setting, None)}, which its {kind} cannot have"
+
+
+def config(record: Counterpart, args: Any) -> dict[str, Any]:
+    """The fields of config.json for settings of fairseq."""
+    found = {name: value for name, value, _ in record.fixed}
+    for setting, name, _, _, write in record.fields:
+        found[name] = write(getattr(args, setting))
+    return found
