@@ -26,13 +26,13 @@ class Field(NamedTuple):
 
     Attributes:
         setting, name: of fairseq, and in config.json.
-        default: the value in `transformers` if config.json lacks the field; None: it is required.
+        default: the value in `transformers` if config.json lacks the field, or a function of it.
         read, write: from the field's value to the setting's, and back.
     """
 
     setting: str
     name: str
-    default: Any = None
+    default: Any
     read: Callable[[Any], Any] = _same
     write: Callable[[Any], Any] = _same
 
@@ -66,7 +66,7 @@ class Counterpart(NamedTuple):
         tables: fairseq's names of parameters with a row for each word -> the side of the words.
         optional: prefix of fairseq's parameters that a file may lack; they are zero then.
         ignored: Hugging Face's parameters that the function does not read.
-        fused: (fairseq's "...{q,k,v}_proj.", Hugging Face's) of matrices that are stored as one.
+        fused: part of Hugging Face's names of q, k and v as one matrix; `names` has only the q.
         transposed: Hugging Face's matrices that are stored as [inputs, outputs].
         first_position: rows of fairseq's learned positions that Hugging Face's table lacks.
         types_table: Hugging Face's embedding of token types, whose row 0 is added to each token.
@@ -91,7 +91,7 @@ class Counterpart(NamedTuple):
     classifier: str = ""
     optional: str = ""
     ignored: str = ""
-    fused: tuple[str, str] | None = None
+    fused: str = ""
     transposed: str = ""
     first_position: int = 0
     types_table: str = ""
@@ -203,7 +203,73 @@ ROBERTA = Counterpart(
     types_table="roberta.embeddings.token_type_embeddings.weight",
 )
 
-COUNTERPARTS = (ROBERTA,)
+_DECODER_TABLES = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
+GPT2 = Counterpart(
+    types={"gpt2": "GPT2"},
+    classes=("LMHeadModel", "Model"),
+    family=families.LANGUAGE_MODEL,
+    arch="transformer_lm",
+    task="language_modeling",
+    fields=(
+        Field("decoder_embed_dim", "n_embd", 768),
+        Field("decoder_input_dim", "n_embd", 768),
+        Field("decoder_output_dim", "n_embd", 768),
+        Field("decoder_layers", "n_layer", 12),
+        Field("decoder_attention_heads", "n_head", 12),
+        Field("decoder_ffn_embed_dim", "n_inner", lambda config: 4 * config.get("n_embd", 768)),
+        Field("max_target_positions", "n_positions", 1024),
+        _activation("activation_function", "gelu_new"),
+        Field("dropout", "resid_pdrop", 0.1),
+        Field("dropout", "embd_pdrop", 0.1),
+        Field("attention_dropout", "attn_pdrop", 0.1),
+    ),
+    settings={
+        "decoder_normalize_before": True,
+        "decoder_learned_pos": True,
+        "share_decoder_input_output_embed": True,
+        "no_scale_embedding": True,
+        "layernorm_embedding": False,
+        "no_decoder_final_norm": False,
+        "no_token_positional_embeddings": False,
+        "adaptive_input": False,
+        "adaptive_softmax_cutoff": None,
+        "character_embeddings": False,
+    },
+    fixed=(
+        Fixed("layer_norm_epsilon", 1e-5, 1e-5),
+        Fixed("scale_attn_weights", True, True),
+        Fixed("scale_attn_by_inverse_layer_idx", False, False),
+        Fixed("add_cross_attention", False, False),
+        _TIED,
+    ),
+    names=(
+        ("decoder.embed_tokens.", "transformer.wte."),
+        ("decoder.embed_positions.", "transformer.wpe."),
+        ("decoder.layer_norm.", "transformer.ln_f."),
+        ("decoder.output_projection.", "lm_head."),
+        ("decoder.layers.*.self_attn.q_proj.", "transformer.h.*.attn.c_attn."),
+        *(
+            (f"decoder.layers.*.{ours}.", f"transformer.h.*.{theirs}.")
+            for ours, theirs in (
+                ("self_attn.out_proj", "attn.c_proj"),
+                ("self_attn_layer_norm", "ln_1"),
+                ("fc1", "mlp.c_fc"),
+                ("fc2", "mlp.c_proj"),
+                ("final_layer_norm", "ln_2"),
+            )
+        ),
+    ),
+    base="transformer.",
+    tied=_DECODER_TABLES,
+    tables=dict.fromkeys(_DECODER_TABLES, "source"),
+    ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
+    fused=".attn.c_attn.",
+    transposed=r"\.c_\w+\.weight$",
+    first_position=2,
+    spare="\u00c0",  # GPT-2's byte 0xC0
+)
+
+COUNTERPARTS = (ROBERTA, GPT2)
 
 
 def of_config(config: dict[str, Any]) -> Counterpart:
@@ -241,7 +307,9 @@ def settings(record: Counterpart, config: dict[str, Any]) -> dict[str, Any]:
     found = dict(record.settings)
     for setting, name, default, read, _ in record.fields:
         value = config.get(name)
-        found[setting] = read(default if value is None else value)
+        if value is None:
+            value = default(config) if callable(default) else default
+        found[setting] = read(value)
         if found[setting] is None:
             raise UserError(f"its {name} is {value}, which fairseq's models do not have.")
     return found

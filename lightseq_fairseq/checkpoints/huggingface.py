@@ -127,9 +127,9 @@ def _ours(record: Counterpart, weights: Tensors) -> Tensors:
                 raise UserError(f"it has the parameter {theirs}, which fairseq's model lacks.")
             if record.transposed and re.search(record.transposed, theirs):
                 value = value.t()
-            if record.fused and record.fused[0] in ours:
+            if record.fused and record.fused in theirs:
                 for part, piece in zip("qkv", value.chunk(3)):
-                    model[ours.replace(record.fused[0], f"{part}_proj.")] = piece
+                    model[ours.replace("q_proj", f"{part}_proj")] = piece
             else:
                 model[ours] = value
     for name in [name for name in model if name.endswith("embed_positions.weight")]:
@@ -269,11 +269,10 @@ def _theirs(record: Counterpart, weights: Tensors, rows: dict[str, list[int]]) -
         if ours.endswith("embed_positions.weight"):
             value = value[record.first_position :]
         theirs = record.theirs(re.sub(rf"^{_HEADS}\w+", _HEAD, ours))
-        assert theirs is not None, ours
-        if record.fused and (part := re.search(r"\b([qkv])_proj\.", ours)):
-            if part[1] != "q":
-                continue
-            value = torch.cat([weights[ours.replace("q_proj", f"{p}_proj")] for p in "qkv"])
+        if theirs is None:  # k and v, which are stored with q
+            continue
+        if record.fused and record.fused in theirs:
+            value = torch.cat([weights[ours.replace("q_proj", f"{part}_proj")] for part in "qkv"])
         if record.transposed and re.search(record.transposed, theirs):
             value = value.t()
         model[theirs] = value.clone() if pointer in seen else value.contiguous()

@@ -86,6 +86,14 @@ KINDS = {
         [*UNUSED, "<s>", "</s>", *WORDS, "<mask>"],
         _MASKED,
     ),
+    "gpt2": Kind(
+        "GPT2LMHeadModel",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LONGEST}
+        | {"bos_token_id": 41, "eos_token_id": 41},
+        fast("GPT2Tokenizer"),
+        [*WORDS, "\u00c0", "<|endoftext|>"],
+        "--arch ls_transformer_lm --task language_modeling --tokens-per-sample 16",
+    ),
 }
 
 
@@ -147,7 +155,8 @@ def ours(path: Path, data: Path, native: bool = False) -> tuple[Any, Any]:
 
 def row(kind: Kind, task: Any, word: str) -> int:
     """fairseq's row of a word of the tokenizer."""
-    index: int = task.source_dictionary.indices[kind.named.format(word) if "_" in word else word]
+    word = {"<|endoftext|>": "</s>"}.get(word, kind.named.format(word) if "_" in word else word)
+    index: int = task.source_dictionary.indices[word]
     return index
 
 
@@ -187,6 +196,8 @@ def logits(kind: Kind, model: Any, task: Any, batch: Batch, left: bool = False) 
     with torch.no_grad():
         if task is None:
             more = {"decoder_input_ids": tokens} if kind.pairs else {}
+            if kind.model.startswith("GPT2"):  # as `generate` does
+                more = {"position_ids": (real.long().cumsum(1) - 1).clamp(0)}
             result = model(input_ids=tokens, attention_mask=real.long(), **more).logits
         elif kind.pairs:
             result = model(tokens, real.sum(1), tokens)[0]
