@@ -70,6 +70,8 @@ class Counterpart(NamedTuple):
         transposed: Hugging Face's matrices that are stored as [inputs, outputs].
         first_position: rows of fairseq's learned positions that Hugging Face's table lacks.
         types_table: Hugging Face's embedding of token types, whose row 0 is added to each token.
+        sinusoids: Hugging Face's tables of sinusoidal positions, which fairseq does not save.
+        logits_bias: Hugging Face's bias of the logits, which is zero in fairseq.
         languages: pattern of words that name a language, and how fairseq writes a language.
         spare: a word that no text has, for rows that fairseq has in addition.
         sides: side of the words -> config.json's field of their number, and the file with the words
@@ -95,6 +97,8 @@ class Counterpart(NamedTuple):
     transposed: str = ""
     first_position: int = 0
     types_table: str = ""
+    sinusoids: tuple[str, ...] = ()
+    logits_bias: str = ""
     languages: tuple[str, str] | None = None
     spare: str = ""
     sides: dict[str, tuple[str, str]] = {"source": ("vocab_size", "vocab.json")}
@@ -203,7 +207,7 @@ ROBERTA = Counterpart(
     types_table="roberta.embeddings.token_type_embeddings.weight",
 )
 
-_DECODER_TABLES = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
+DECODER_TABLES = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
 GPT2 = Counterpart(
     types={"gpt2": "GPT2"},
     classes=("LMHeadModel", "Model"),
@@ -260,8 +264,8 @@ GPT2 = Counterpart(
         ),
     ),
     base="transformer.",
-    tied=_DECODER_TABLES,
-    tables=dict.fromkeys(_DECODER_TABLES, "source"),
+    tied=DECODER_TABLES,
+    tables=dict.fromkeys(DECODER_TABLES, "source"),
     ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
     fused=".attn.c_attn.",
     transposed=r"\.c_\w+\.weight$",
@@ -269,7 +273,103 @@ GPT2 = Counterpart(
     spare="\u00c0",  # GPT-2's byte 0xC0
 )
 
-COUNTERPARTS = (ROBERTA, GPT2)
+
+def _encoder_decoder(
+    types: dict[str, str], *, pre_norm: bool, learned: bool, **more: Any
+) -> Counterpart:
+    """The record of a kind of encoder-decoders; ``more``: attributes that differ."""
+    words = "encoder.embed_tokens.weight"
+    record = Counterpart(
+        types=types,
+        classes=("ForConditionalGeneration", "Model"),
+        family=families.TRANSLATION,
+        arch="transformer",
+        task="translation",
+        fields=(
+            Field("encoder_embed_dim", "d_model", 1024),
+            *(
+                Field(f"decoder_{kind}_dim", "d_model", 1024)
+                for kind in ("embed", "input", "output")
+            ),
+            *(
+                Field(f"{side}_{setting}", f"{side}_{name}", default)
+                for side in ("encoder", "decoder")
+                for setting, name, default in (
+                    ("layers", "layers", 12),
+                    ("attention_heads", "attention_heads", 16),
+                    ("ffn_embed_dim", "ffn_dim", 4096),
+                )
+            ),
+            *(
+                # It is a setting of training, so a run does not take it from the file.
+                Field(f"{side}_layerdrop", f"{side}_layerdrop", 0.0, lambda _: 0.0, float)
+                for side in ("encoder", "decoder")
+            ),
+            Field("max_source_positions", "max_position_embeddings", 1024),
+            Field("max_target_positions", "max_position_embeddings", 1024),
+            _activation("activation_function", "gelu" if learned else "relu"),
+            Field("no_scale_embedding", "scale_embedding", not learned, _not, _not),
+            Field("dropout", "dropout", 0.1),
+            Field("attention_dropout", "attention_dropout", 0.0 if learned else 0.1),
+            Field("activation_dropout", "activation_dropout", 0.0),
+        ),
+        settings={
+            "encoder_normalize_before": pre_norm,
+            "decoder_normalize_before": pre_norm,
+            "encoder_learned_pos": learned,
+            "decoder_learned_pos": learned,
+            "layernorm_embedding": learned,
+            "share_all_embeddings": True,
+            "no_decoder_final_norm": False,
+            "no_token_positional_embeddings": False,
+            "no_cross_attention": False,
+            "cross_self_attention": False,
+            "adaptive_softmax_cutoff": None,
+        },
+        fixed=(_TIED,),
+        names=(
+            ("encoder.embed_tokens.", "model.shared."),
+            ("decoder.output_projection.", "lm_head."),
+            ("encoder.", "model.encoder."),
+            ("decoder.", "model.decoder."),
+        ),
+        base="model.",
+        tied=(words, *DECODER_TABLES),
+        tables=dict.fromkeys((words, *DECODER_TABLES), "source"),
+        logits_bias="final_logits_bias" if learned else "",
+        ignored="" if learned else r"model\.(encoder|decoder)\.embed_positions\.weights?",
+    )
+    return record._replace(**more)
+
+
+M2M100 = _encoder_decoder(
+    {"m2m_100": "M2M100"},
+    pre_norm=True,
+    learned=False,
+    languages=(r"__(\w+)__|([a-z]{3}_[A-Z][a-z]{3})", "__{}__"),
+)
+MBART = _encoder_decoder(
+    {"mbart": "MBart"},
+    pre_norm=True,
+    learned=True,
+    languages=(r"([a-z]{2}_[A-Z]{2})", "[{}]"),
+)
+BART = _encoder_decoder({"bart": "Bart"}, pre_norm=False, learned=True)
+FSMT = _encoder_decoder({"fsmt": "FSMT"}, pre_norm=False, learned=False)
+FSMT = FSMT._replace(
+    fields=(*FSMT.fields, Field("share_all_embeddings", "tie_word_embeddings", False)),
+    settings={k: v for k, v in FSMT.settings.items() if k != "share_all_embeddings"},
+    fixed=(),
+    sinusoids=tuple(f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")),
+    names=FSMT.names[2:],
+    tables={**FSMT.tables, **dict.fromkeys(DECODER_TABLES, "target")},
+    sides={
+        "source": ("src_vocab_size", "vocab-src.json"),
+        "target": ("tgt_vocab_size", "vocab-tgt.json"),
+    },
+)
+
+COUNTERPARTS = (ROBERTA, GPT2, M2M100, MBART, BART, FSMT)
 
 
 def of_config(config: dict[str, Any]) -> Counterpart:

@@ -19,6 +19,7 @@ import torch
 from fairseq import models
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -70,6 +71,10 @@ def to_native(folder: Path) -> Imported:
         model = _ours(record, _read(folder))
     except UserError as error:
         raise UserError(f"{folder} cannot be converted: {error}") from error
+    if all(table in model for table in counterparts.DECODER_TABLES):
+        first, second = (model[table] for table in counterparts.DECODER_TABLES)
+        args.share_decoder_input_output_embed = torch.equal(first, second)
+    args.source_lang, args.target_lang = config.get("langs", (None, None))
     ARCH_CONFIG_REGISTRY[record.arch](args)
     known: dict[str, Vocabulary] = {}
     for name, side in record.tables.items():
@@ -122,6 +127,9 @@ def _ours(record: Counterpart, weights: Tensors) -> Tensors:
         full = theirs if theirs.startswith(record.base) else record.base + theirs
         if full == record.types_table:
             types = value[0]
+        elif record.logits_bias and theirs.endswith(record.logits_bias):
+            if value.any():
+                raise UserError(f"its {theirs} is not zero, which fairseq's model lacks.")
         elif not record.ignored or not re.fullmatch(record.ignored, full):
             if (ours := record.ours(theirs)) is None:
                 raise UserError(f"it has the parameter {theirs}, which fairseq's model lacks.")
@@ -217,7 +225,9 @@ def to_huggingface(
         ],
         "dtype": "float32",
     }
-    model = _theirs(record, weights, rows)
+    if len(rows) > 1:
+        config["langs"] = [args.source_lang, args.target_lang]
+    model = _theirs(record, weights, rows, config)
     with files.placed(output) as place:
         if tokenizer is None:
             place.mkdir()
@@ -248,11 +258,13 @@ def _their_rows(
     return [row_of[word] for _, word in sorted(pairs)] + new
 
 
-def _theirs(record: Counterpart, weights: Tensors, rows: dict[str, list[int]]) -> Tensors:
+def _theirs(
+    record: Counterpart, weights: Tensors, rows: dict[str, list[int]], config: dict[str, Any]
+) -> Tensors:
     """The parameters under Hugging Face's names, with its rows; each has its own memory."""
     model: Tensors = {}
     heads = any(name.startswith(_HEADS) for name in weights)
-    first = weights[record.tied[0]].data_ptr() if record.tied else None
+    first = weights[record.tied[0]].data_ptr() if config["tie_word_embeddings"] else None
     seen: set[int] = set()
     for ours, value in weights.items():
         pointer = value.data_ptr()
@@ -277,6 +289,11 @@ def _theirs(record: Counterpart, weights: Tensors, rows: dict[str, list[int]]) -
             value = value.t()
         model[theirs] = value.clone() if pointer in seen else value.contiguous()
         seen.add(pointer)
+    for theirs in record.sinusoids:
+        rows_and_width = config["max_position_embeddings"] + 2, config["d_model"]
+        model[theirs] = SinusoidalPositionalEmbedding.get_embedding(*rows_and_width, padding_idx=1)
+    if record.logits_bias:
+        model[record.logits_bias] = torch.zeros(1, len(rows["source"]))
     if record.types_table:
         model[record.types_table] = torch.zeros(1, next(iter(model.values())).shape[1])
     return model

@@ -85,8 +85,8 @@ def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = N
     for number in others:
         word = tokens.get(number, "")
         if record.languages and (language := re.fullmatch(record.languages[0], word)):
-            languages.append(language[1])
-            word = record.languages[1].format(language[1])
+            languages.append(language[language.lastindex or 1])
+            word = record.languages[1].format(languages[-1])
         if not word or word in seen or re.search(r"\s", word):  # no line of dict.txt
             word = f"madeupword{number:04d}"
         seen.add(word)

@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     named: str = "{}"
 
 
-def fast(name: str, unigram: bool = False) -> Callable[[Path, list[str]], None]:
+def fast(name: str, unigram: bool = False, **more: Any) -> Callable[[Path, list[str]], None]:
     """Files of a tokenizer of `transformers` that needs only words."""
 
     def write(folder: Path, words: list[str]) -> None:
@@ -58,8 +58,22 @@ def fast(name: str, unigram: bool = False) -> Callable[[Path, list[str]], None]:
         if unigram:
             made = cls(vocab=[(word, 0.0) for word in words])
         else:
-            made = cls(vocab={word: number for number, word in enumerate(words)}, merges=[])
+            made = cls(vocab={word: number for number, word in enumerate(words)}, merges=[], **more)
         made.save_pretrained(folder)
+
+    return write
+
+
+def slow(files: dict[str, int | None]) -> Callable[[Path, list[str]], None]:
+    """Files of a tokenizer without tokenizer.json: name -> end of its words; others are special."""
+
+    def write(folder: Path, words: list[str]) -> None:
+        for name, end in files.items():
+            rows = {word: number for number, word in enumerate(words[:end])}
+            (folder / name).write_text(json.dumps(rows))
+        special = words[end:] if end else []
+        text = json.dumps({"unk_token": "<unk>", "additional_special_tokens": special})
+        (folder / "tokenizer_config.json").write_text(text)
 
     return write
 
@@ -73,6 +87,19 @@ _BERT = {
     "layer_norm_eps": 1e-5,
 }
 _MASKED = "--arch ls_roberta --task masked_lm --tokens-per-sample 16"
+
+_PAIR = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "max_position_embeddings": LONGEST,
+}
+_PAIRS = "-s a -t b --srcdict {0}/dict.txt --joined-dictionary"
+_TRANSLATING = "--arch ls_transformer -s a -t b"
 
 KINDS = {
     "roberta": Kind(
@@ -94,6 +121,51 @@ KINDS = {
         [*WORDS, "\u00c0", "<|endoftext|>"],
         "--arch ls_transformer_lm --task language_modeling --tokens-per-sample 16",
     ),
+    "nllb": Kind(
+        "M2M100ForConditionalGeneration",
+        _PAIR,
+        fast("NllbTokenizer", extra_special_tokens=["eng_Latn", "zul_Latn"]),
+        [*SPECIAL, *WORDS, "eng_Latn", "zul_Latn", "<mask>"],
+        _TRANSLATING,
+        _PAIRS,
+        named="__{}__",
+    ),
+    "m2m": Kind(
+        "M2M100ForConditionalGeneration",
+        {**_PAIR, "vocab_size": 4 + len(WORDS) + 2 + 5},
+        slow({"vocab.json": -2}),
+        [*SPECIAL, *WORDS, "__en__", "__zu__"],
+        _TRANSLATING,
+        _PAIRS,
+    ),
+    "mbart": Kind(
+        "MBartForConditionalGeneration",
+        # Its tokenizer adds 23 more languages.
+        {**_PAIR, "scale_embedding": True, "vocab_size": 4 + len(WORDS) + 25 + 1},
+        fast("MBartTokenizer", unigram=True),
+        [*SPECIAL, *WORDS, "en_XX", "ro_RO", "<mask>"],
+        _TRANSLATING,
+        _PAIRS,
+        counts=False,
+        named="[{}]",
+    ),
+    "bart": Kind(
+        "BartForConditionalGeneration",
+        _PAIR,
+        fast("RobertaTokenizer"),
+        [*SPECIAL, *WORDS, "<mask>"],
+        _TRANSLATING,
+        _PAIRS,
+        counts=False,
+    ),
+    "fsmt": Kind(
+        "FSMTForConditionalGeneration",
+        {**_PAIR, "langs": ["a", "b"]} | dict.fromkeys(("src_vocab_size", "tgt_vocab_size"), 44),
+        slow({"vocab-src.json": None, "vocab-tgt.json": None}),
+        [*SPECIAL, *WORDS],
+        _TRANSLATING,
+        "-s a -t b --srcdict {0}/dict.a.txt --tgtdict {0}/dict.b.txt",
+    ),
 }
 
 
@@ -101,10 +173,12 @@ def make(kind: Kind, folder: Path) -> Any:
     """Writes the folder of a model whose numbers all differ, and returns the model."""
     torch.manual_seed(3)
     cls = getattr(transformers, kind.model)
-    sizes = {"vocab_size": len(kind.words)} | kind.config
+    sizes = ({} if "langs" in kind.config else {"vocab_size": len(kind.words)}) | kind.config
     model = cls(cls.config_class(**sizes)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if kind.model.startswith("FSMT") and "positions" in name:  # a table of sinusoids
+                continue
             parameter += 0.1 * torch.randn_like(parameter)
         if kind.model.startswith("Roberta"):  # as in the files that were made from fairseq's
             model.roberta.embeddings.token_type_embeddings.weight.zero_()
@@ -195,7 +269,8 @@ def logits(kind: Kind, model: Any, task: Any, batch: Batch, left: bool = False) 
     real = padded([["1"] * len(sentence) for sentence in batch], int, 0, left).bool()
     with torch.no_grad():
         if task is None:
-            more = {"decoder_input_ids": tokens} if kind.pairs else {}
+            more = {"decoder_input_ids": tokens, "decoder_attention_mask": real.long()}
+            more = {**more, "use_cache": False} if kind.pairs else {}
             if kind.model.startswith("GPT2"):  # as `generate` does
                 more = {"position_ids": (real.long().cumsum(1) - 1).clamp(0)}
             result = model(input_ids=tokens, attention_mask=real.long(), **more).logits
