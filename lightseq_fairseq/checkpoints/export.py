@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import textwrap
+import zipfile
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +49,8 @@ def read(source: Path) -> Trained:
         UserError: the file cannot be read, is not a checkpoint, or holds no such model.
     """
     try:
-        with source.open("rb") as file:
-            state = load_checkpoint(file, map_location="cpu")
+        # Tensors stay in the file until used: the optimizer state is never read.
+        state = load_checkpoint(str(source), map_location="cpu", mmap=zipfile.is_zipfile(source))
     except OSError as error:
         raise UserError(
             f"{source} cannot be read ({error.strerror or error}): check its path."
