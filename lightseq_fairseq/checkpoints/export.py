@@ -133,10 +133,12 @@ class Dictionaries(NamedTuple):
     Attributes:
         folder: the data folder.
         names: for "source", "target" and "label", the file's path in the folder.
+        words: for each, the word of each row, with those that the task adds.
     """
 
     folder: Path
     names: dict[str, str]
+    words: dict[str, list[str]]
 
 
 def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
@@ -191,7 +193,8 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
             )
     extra_state = trained.checkpoint.get("extra_state") or {}
     dictionaries.check(SimpleNamespace(**loaded), extra_state.get("dictionaries"))
-    return Dictionaries(folder, files_of)
+    words = {side: loaded[f"{side}_dictionary"].symbols for side in files_of}
+    return Dictionaries(folder, files_of, words)
 
 
 def to_fairseq(trained: Trained, output: Path) -> None:

@@ -205,12 +205,7 @@ def to_huggingface(
     args.max_positions = args.max_source_positions = first
     args.max_target_positions = last
     record, kind = counterparts.of_settings(trained.family, args, like.get("model_type"))
-    rows = {}
-    for side in record.sides:
-        dictionary = Dictionary.load(str(found.folder / found.names[side]))
-        for symbol in trained.family.symbols:
-            dictionary.add_symbol(symbol)
-        rows[side] = _their_rows(dictionary.symbols, record, side, tokenizer)
+    rows = {side: _their_rows(found.words[side], record, side, tokenizer) for side in record.sides}
     weights = trained.model.state_dict()
     labels = _labels(weights, found)
     config = {
