@@ -74,10 +74,8 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
         from lightseq_fairseq.cli.checks import epoch  # imports numpy, which --help does not need
 
         fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
-        adaptive = registries.has_adaptive_softmax(argv)
-        recipe = defaults.recipe_of(argv, adaptive)
-        data = epoch.of_command(argv)
-        added = defaults.missing(argv, _machine(argv), fused, adaptive, data)
+        recipe, data = registries.recipe_of(argv), epoch.of_command(argv)
+        added = defaults.missing(argv, _machine(argv), fused, recipe, data)
         argv = defaults.with_options(argv, added)
         why = defaults.reason(argv, added, recipe)
         notes = [defaults.note(argv), defaults.note_on_length(argv, added, data)]

@@ -262,7 +262,7 @@ PATCHES = (
     Patch("scoped", "fairseq.models.roberta.model:RobertaEncoder", "plugins.roberta:LSRobertaModel",
         "fairseq's build_model has a fixed encoder class; ours is another", instead=True),
     Patch("scoped", "fairseq.modules.transformer_sentence_encoder:MultiheadAttention",
-        "plugins.roberta:LSRobertaModel",
+        "plugins.flat_model:berts_initial_values",
         "BERT's initial values are only for fairseq's class of attention; ours is another",
         instead=True),
     Patch("scoped", "fairseq.optim:FP16Optimizer", "training.trainer:Trainer",

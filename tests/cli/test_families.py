@@ -84,11 +84,11 @@ families.FAMILIES += (families.Family(
         ),
         ("setup_task", "load_dataset"),
         criteria=("ls_cross_entropy", "cross_entropy"), unread=("--shorten-method",),
-        adds_losses=True, prompts=True, dictionaries={"source": "dict.txt"},
+        adds_losses=True, prompts=True, dictionaries={"source": "dict.txt"}, symbols=("<verse>",),
     ),),
     ("poet:PackingVerses",),
     supports=("--encoder-layers-to-keep",), generates=True,
-    exports=True, symbols=("<verse>",), not_ctranslate2="CTranslate2 reads no verses.",
+    exports=True, not_ctranslate2="CTranslate2 reads no verses.",
 ),)
 """
 SIZES = [word for word in cli_runs.SMALL_TEXT if word not in ("--max-tokens", "128")]

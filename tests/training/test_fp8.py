@@ -18,7 +18,7 @@ import helpers.training_runs as runs
 import pytest
 import torch
 from helpers.mutations import Arguments, change_op
-from helpers.parity import write_classes, write_text
+from helpers.parity import write_classes, write_corpus, write_text
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.memory import fp8
@@ -123,8 +123,13 @@ TEXT = {**runs.TEXT, **{f"decoder_{x}_dim": 32 for x in ("embed", "input", "outp
 
 @pytest.mark.parametrize(
     ("write", "flags"),
-    [(write_text, TEXT), (write_text, runs.MASKED), (write_classes, runs.CLASSES)],
-    ids=["text", "masked", "classes"],
+    [
+        (write_text, TEXT),
+        (write_text, runs.MASKED),
+        (write_classes, runs.CLASSES),
+        (write_corpus, runs.BART),
+    ],
+    ids=["text", "masked", "classes", "bart"],
 )
 def test_other_families(tmp_path: Path, write: Any, flags: dict[str, Any]) -> None:
     data, flags = write(tmp_path / "data"), {**flags, "bf16": True, "max_update": 12}
