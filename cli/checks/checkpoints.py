@@ -58,6 +58,26 @@ def first(request: Request) -> None:
         _head(args, path, "train a new head with --reset-optimizer")
 
 
+def direction(request: Request) -> None:
+    """Raises UserError if the command swaps the languages of the model."""
+    from fairseq.data import data_utils
+
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+    args = request.args
+    if not os.path.isdir(args.data.partition(os.pathsep)[0]):
+        return  # which is said later
+    trained = settings_of(saved(args.path.partition(os.pathsep)[0]), "task")
+    source, target = trained.get("source_lang"), trained.get("target_lang")
+    if not source or not target:  # then training took them from the names of the files
+        source, target = data_utils.infer_language_pair(args.data.partition(os.pathsep)[0])
+    if source != target and (args.source_lang, args.target_lang) == (target, source):
+        raise UserError(
+            f"The model was trained to translate from {source} to {target}, but --source-lang is "
+            f"{target} and --target-lang {source}: remove them, or use another model."
+        )
+
+
 def head_to_validate(request: Request) -> None:
     """Raises UserError if the checkpoint to validate has another number of classes."""
     _head(request.args, request.args.path, "train another head")

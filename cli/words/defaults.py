@@ -261,9 +261,8 @@ def note_on_length(argv: Sequence[str], added: Sequence[str], epoch: Epoch | Non
     each = updates_of_epoch(argv, epoch) if epoch is not None else 0
     if not last or not each or last < _MANY_EPOCHS * each:
         return None
-    updates = "1 update is" if each == 1 else f"{each:,} updates are"
     return (
-        f"{updates} an epoch of these data, so the recipe's {last:,} updates are "
+        f"An epoch of these data has about {each:,} updates, so the recipe's {last:,} are "
         f"{last // each:,} epochs: set --max-epoch or --max-update. docs/train.md (Amount of data) "
         "says which model and flags fit small data."
     )

@@ -91,9 +91,9 @@ class Pretrained:
 
     def __repr__(self) -> str:
         parts = [repr(self.configuration.common_eval.path)]
-        task, common = self.configuration.task, self.configuration.common
-        if source := getattr(task, "source_lang", None):
-            parts.append(f"{source}-{task.target_lang}")
+        settings, common = self._loaded.task.cfg, self.configuration.common
+        if source := getattr(settings, "source_lang", None):
+            parts.append(f"{source}-{settings.target_lang}")
         parts.append("cuda" if self._loaded.on_gpu else "cpu")
         parts.append("fp16" if common.fp16 else "bf16" if common.bf16 else "fp32")
         return f"{type(self).__name__}({', '.join(parts)})"
@@ -138,7 +138,6 @@ class Pretrained:
             options["cpu"] = True
         paths = [checkpoint_in(path) for path in _listed(checkpoint)]
         trained = _trained(paths[0], cls.kind, options)
-        _check_direction(trained, options)
         options = {name: trained.get(name) for name in cls.kind.settings} | options
         if not any(options.get(name) for name in _BATCH):
             options |= cls.kind.batch
@@ -162,9 +161,6 @@ class Pretrained:
             )
             warnings.warn(sentence + advice, stacklevel=3)
 
-    def _note(self, note: str) -> None:
-        warnings.warn(in_python(note, type(self).__name__), stacklevel=2)
-
     def _search(self, options: dict[str, Any]) -> tuple[Any, Search]:
         """(configuration, search) for the options of a call; made once, then cached."""
         self._check_names(options)
@@ -181,7 +177,8 @@ class Pretrained:
         from fairseq import options
         from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-        self._request = Request([*self._words, *words], command=_COMMAND, note=self._note)
+        notes: list[str] = []
+        self._request = Request([*self._words, *words], command=_COMMAND, note=notes.append)
         program = f"{'fairseq' if self._native else 'lightseq'}-{_COMMAND}"
         with (
             self._explained(),
@@ -190,7 +187,10 @@ class Pretrained:
             parsing.checked(self._request),
         ):
             args = options.parse_args_and_arch(options.get_interactive_generation_parser())
-            return convert_namespace_to_omegaconf(args)
+            configuration = convert_namespace_to_omegaconf(args)
+        for note in notes:
+            warnings.warn(in_python(note, type(self).__name__), stacklevel=4)
+        return configuration
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -259,17 +259,6 @@ def device_of(device: Device) -> str | None:
                 f"first call torch.cuda.set_device({found.index})."
             )
     return found.type
-
-
-def _check_direction(trained: dict[str, Any], options: dict[str, Any]) -> None:
-    """Raises UserError if the languages of the model are swapped in the options."""
-    source, target = trained.get("source_lang"), trained.get("target_lang")
-    given = options.get("source_lang"), options.get("target_lang")
-    if source != target and given == (target, source):
-        raise UserError(
-            f"The model was trained to translate from {source} to {target}, not from {target} to "
-            f"{source}: remove source_lang and target_lang, or use another model."
-        )
 
 
 def _words(options: dict[str, Any]) -> tuple[str, ...]:

@@ -109,11 +109,6 @@ class RobertaModel:
                     archive_map=Native.hub_models(), bpe=bpe, load_checkpoint_heads=True, **options,
                 )  # fmt: skip
             model = found["models"][0]
-            if not isinstance(model, Native):
-                raise UserError(
-                    f"{file} of {folder} contains no RoBERTa but {type(model).__name__}: choose "
-                    "another checkpoint."
-                )
             interface = RobertaInterface(found["args"], found["task"], model)
         except Exception as error:
             sentence = _sentence(error, bpe, Request([data], command="interactive"))
@@ -136,6 +131,9 @@ def _places(
     Raises:
         UserError: one does not exist, or there is an option that the checkpoint does not have.
     """
+    from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.models.roberta import RobertaModel as Native
+
     from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, settings_of
 
     # As for Translator, the second argument may be the data.
@@ -154,8 +152,11 @@ def _places(
     if not os.path.isfile(path):
         raise UserError(f"{path} cannot be read: pass the folder with {file}.")
     checkpoint = open_checkpoint(path)
-    trained = settings_of(checkpoint, "task")
-    _check_options(options, {*trained, *settings_of(checkpoint, "model")})
+    trained, sizes = settings_of(checkpoint, "task"), settings_of(checkpoint, "model")
+    arch = sizes.get("arch") or sizes.get("_name")
+    if not issubclass(ARCH_MODEL_REGISTRY.get(arch, Native), Native):
+        raise UserError(f"{path} contains no RoBERTa but --arch {arch}: choose another checkpoint.")
+    _check_options(options, {*trained, *sizes})
     if data is None:
         has_them = any(os.path.exists(os.path.join(folder, name)) for name in _DICTIONARIES)
         data = folder if has_them else trained_on(trained, path)

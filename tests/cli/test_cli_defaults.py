@@ -117,7 +117,10 @@ def test_the_schedule_follows_the_length_of_the_run(
 @pytest.mark.parametrize(
     ("command", "note"),
     [
-        (ARCH, "10 updates are an epoch of these data, so the recipe's 300,000 updates are 30,000"),
+        (
+            ARCH,
+            "An epoch of these data has about 10 updates, so the recipe's 300,000 are 30,000",
+        ),
         (f"{ARCH} --max-epoch 60", None),
         (f"{ARCH} --max-update 300000", None),
         (f"{ROBERTA} sentence_prediction", None),
