@@ -1,4 +1,4 @@
-"""Checks before fairseq starts: settings whose value is text that fairseq evaluates later."""
+"""Checks of single values: numbers, and text that fairseq evaluates later."""
 
 from __future__ import annotations
 

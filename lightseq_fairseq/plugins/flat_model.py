@@ -23,7 +23,7 @@ from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported
 
 def with_dictionaries(args: Any) -> Any:
     """Return the object whose attribute ``dictionaries`` has the digests of a checkpoint's
-    dictionaries (see ``checkpoints.dictionaries``). ``args``: the checkpoint's model options.
+    dictionaries (see ``base.dictionaries``). ``args``: the checkpoint's model options.
 
     For a Namespace this is ``args``. fairseq's ``build_model`` removes unknown settings from a
     DictConfig, but keeps its parent: so the parent, the whole configuration, has the attribute.

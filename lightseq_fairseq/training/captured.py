@@ -220,7 +220,7 @@ class _Started:
     """A launched step.
 
     Attributes:
-        counts: this rank's, in the order of ``step.Count``.
+        counts: this rank's, in the order of ``Count``.
         place: of its last batch in the epoch, for the log.
     """
 
