@@ -38,9 +38,9 @@ from lightseq_fairseq.base.families import LANGUAGE_MODEL, ROBERTA, TRANSLATION,
 from lightseq_fairseq.cli import generate, train
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.cli.words import command_lines, registries
+from lightseq_fairseq.cli.words.argv import flag_of
 from lightseq_fairseq.cli.words.command_lines import actions_of
 from lightseq_fairseq.cli.words.completions import LIST
-from lightseq_fairseq.cli.words.defaults import flag_of
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import FALLBACK, HONOURED, REFUSED, SEVERAL_RANKS, UNREAD
 
