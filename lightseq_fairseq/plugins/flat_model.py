@@ -51,7 +51,8 @@ class FlatModel(NotCompiled):
     * ``forward``, with fairseq's padded arguments and results, so that every criterion works. If
       the class sets ``packs_tokens = True``, our criteria call ``forward(..., packed=True)``, which
       returns (logits [T, V], segments). Otherwise ``--pack-tokens`` refuses the model;
-    * ``packed_logits``, if the captured step supports it: see ``step.objectives.PackedModel``;
+    * ``packed_logits``, if the captured step supports it, and ``class_outputs`` and ``unused_by``,
+      if it has further heads: see ``step.objectives``. After a new head, call ``_flatten``;
     * ``spared``, if its vocabulary need not be a multiple of 8. Then ``vocabulary_logits`` computes
       the logits without a copy of the weights;
     * ``build_model``, if fairseq's names a class that ours must replace. Then ``PATCHES`` has an

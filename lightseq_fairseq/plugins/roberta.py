@@ -129,7 +129,7 @@ class LSRobertaModel(FlatModel, RobertaModel):
         return logits
 
     def class_outputs(self, batch: Packed, rng: Tensor, head: str) -> Tensor:
-        """See ``step.objectives.ClassifyingModel``."""
+        """See ``step.objectives.ModelWithHeads``."""
         x = self._features(batch, rng)
         # Sentences that fill up the bucket are empty, and begin after the last real row.
         starts = batch["source"].segments.cu_seqlens[:-1].clamp(max=len(x) - 1)
@@ -149,8 +149,7 @@ class LSRobertaModel(FlatModel, RobertaModel):
         return linear(x, head.out_proj.weight, head.out_proj.bias)
 
     def unused_by(self, head: str | None) -> list[nn.Parameter]:
-        """The parameters that do not contribute to the outputs of ``head`` or, without it, to the
-        logits of tokens."""
+        """See ``step.objectives.ModelWithHeads``."""
         used = [self.encoder.sentence_encoder]
         used.append(self.encoder.lm_head if head is None else self.classification_heads[head])
         places = {id(p) for module in used for p in module.parameters()}

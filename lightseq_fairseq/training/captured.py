@@ -86,8 +86,11 @@ def fallback_reason(trainer: Any) -> str | None:
     # archs may set options of fallbacks that the command does not have.
     if not declares(model, "packed_logits"):
         return "the arch does not support the captured step"
+    objective = criterion.objective() if declares(criterion, "objective") else None
     reasons = {
-        "the criterion does not support the captured step": not declares(criterion, "objective"),
+        "the criterion does not support the captured step": objective is None,
+        "the arch does not support the captured step with this criterion": objective is not None
+        and not all(hasattr(model, name) for name in objective.calls),
         "the optimizer is not ls_adam": not _is_ours(cfg.optimizer),
         "--ignore-prefix-size with --left-pad-target": _ignores_pads(cfg),
         "the task has its own training step": not _trains_as_fairseqs(task),
