@@ -1,9 +1,9 @@
-"""What the commands do with settings of fairseq, apart from honouring them: one table.
+"""The settings of fairseq that do not work as in fairseq, and what commands do with them.
 
-A setting that the table does not name is honoured, with two exceptions. --retain-dropout runs
-fairseq's own layers (`cli.start.launch`). The criterion, the optimizer, the task, or two settings
-together may need fairseq's own step (`training.captured`). docs/flags.md lists all settings;
-``scripts/flags.py`` writes it. `families` has what is true of one family or task.
+A setting that the table does not name works as in fairseq, with two exceptions. --retain-dropout
+runs fairseq's own layers (`cli.start.launch`). The criterion, the optimizer, the task, or two
+settings together may need fairseq's own step (`training.captured`). docs/flags.md lists all
+settings; ``scripts/flags.py`` writes it. `families` has what is true of one family or task.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightseq_fairseq.plugins import conditions
 
 # Answers: the setting has the same effect as in fairseq; the same effect, by fairseq's own step;
 # the command ends with a message; fairseq's command does not use it either, and a note says so.
-HONOURED, FALLBACK, REFUSED, UNREAD = "honoured", "fallback", "refused", "no effect"
+WORKS, FALLBACK, REFUSED, UNREAD = "works", "fallback", "refused", "no effect"
 
 # In place of a command: where one of our models is built, and where ls_adam is.
 MODEL, ADAM = "model", "ls_adam"
@@ -148,7 +148,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(REFUSED, MODEL, "--scale-heads", "the fused layers do not scale single heads"),
     Setting(REFUSED, MODEL, "--scale-resids", "the fused layers do not scale the residual"),
     Setting(REFUSED, MODEL, "--spectral-norm-classification-head",
-            "the captured step trains plain weights"),
+            "our step trains plain weights"),
     Setting(REFUSED, MODEL, "--mha-reg-scale-factor",
             "the loss has no regularisation of attention heads"),
     Setting(REFUSED, MODEL, "--ffn-reg-scale-factor",
