@@ -1,8 +1,7 @@
-"""Reads command lines, lists of words, before fairseq's parser does.
+"""Reads command lines, lists of words, before torch and fairseq are imported.
 
-Neither torch nor fairseq is imported. fairseq's parser accepts no abbreviations
-(``allow_abbrev=False``). So a flag is set if its name or an alias is on the command line, with or
-without ``=value``.
+fairseq's parser accepts no abbreviations (``allow_abbrev=False``). So a flag is set if its name or
+an alias is on the command line, with or without ``=value``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The ``ls_`` criteria: fairseq's criteria on one fused op, and their `step.objectives`.
 
-A loss stands in two places: in ``forward`` for padded batches, and in its objective for the
-captured step. Change both.
-
+A change of a loss changes both, ``forward`` (padded batches) and the objective (captured step).
 The classes have the names of fairseq's classes, because fairseq compares the names when it resumes
 a run. Flags, sample size and logged values are fairseq's, too. The criteria accept ls_ models and
 native models of fairseq.

@@ -59,7 +59,7 @@ class FlatModel(NotCompiled):
       the class sets ``packs_tokens = True``, our criteria call ``forward(..., packed=True)``, which
       returns (logits [T, V], segments). Otherwise ``--pack-tokens`` refuses the model;
     * ``packed_logits``, if the captured step supports it, and ``class_outputs`` and ``unused_by``,
-      if it has further heads: see ``step.objectives``. After a new head, call ``_flatten``;
+      if it has further heads: see ``step.objectives``;
     * ``spared``, if its vocabulary need not be a multiple of 8. Then ``vocabulary_logits`` computes
       the logits without a copy of the weights;
     * ``build_model``, if fairseq's names a class that ours must replace. Then ``PATCHES`` has an
@@ -146,6 +146,11 @@ class FlatModel(NotCompiled):
 
     def _flatten(self: Any) -> None:
         flatten_parameters(self, self.fused_groups(), self.spared())
+
+    def register_classification_head(self: Any, *arguments: Any, **options: Any) -> None:
+        """As in fairseq, if its model has this method; then flatten the parameters again."""
+        super().register_classification_head(*arguments, **options)  # type: ignore[misc]
+        self._flatten()
 
     def prepare_for_inference_(self: Any, cfg: Any) -> None:
         """As fairseq's, but with --bf16 as well; fairseq's handles only --fp16."""

@@ -108,17 +108,6 @@ class LSRobertaModel(FlatModel, RobertaModel):
         head = self.encoder.lm_head
         return [head.weight, head.bias]
 
-    def register_classification_head(
-        self,
-        name: str,
-        num_classes: int | None = None,
-        inner_dim: int | None = None,
-        **options: Any,
-    ) -> None:
-        """As in fairseq; then the parameters are flattened again."""
-        super().register_classification_head(name, num_classes, inner_dim, **options)
-        self._flatten()
-
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
         """See ``step.objectives.PackedModel``; the rows with labels are the masked ones."""
         x = self._features(batch, rng)
