@@ -15,12 +15,12 @@ import click
 
 from lightseq_fairseq import cli
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import PREFIX
 from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.start.launch import environment, launcher, sentences, typed
 from lightseq_fairseq.cli.start.ranks import Ranks
 from lightseq_fairseq.cli.words import command_lines, registries
-from lightseq_fairseq.cli.words.argv import PREFIX
 from lightseq_fairseq.fairseq_compat import deprecations, patching
 
 _NOT_SET = "???"  # Hydra's mark of a setting without a value

@@ -10,7 +10,8 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-PREFIX = "ls_"
+from lightseq_fairseq.base.families import PREFIX
+
 ARCH = ("--arch", "-a")
 PARTS = (("--optimizer",), ("--criterion",))
 REGISTERED = (ARCH, *PARTS)

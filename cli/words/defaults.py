@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lightseq_fairseq.base import families
-from lightseq_fairseq.base.families import Recipe
-from lightseq_fairseq.cli.words.argv import ARCH, PARTS, PREFIX, is_given, value, with_options
+from lightseq_fairseq.base.families import PREFIX, Recipe
+from lightseq_fairseq.cli.words.argv import ARCH, PARTS, is_given, value, with_options
 
 
 class Machine(NamedTuple):

@@ -12,9 +12,9 @@ from typing import Any
 
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.base.families import Recipe
+from lightseq_fairseq.base.families import PREFIX, Recipe
 from lightseq_fairseq.cli.words import defaults
-from lightseq_fairseq.cli.words.argv import ARCH, PREFIX, REGISTERED, value, without_prefixes
+from lightseq_fairseq.cli.words.argv import ARCH, REGISTERED, value, without_prefixes
 
 
 def function(cls: Any, name: str) -> Any:

@@ -1,14 +1,15 @@
 """The families of models: what other modules must know of a family stands in its record.
 
-A new family is a module with its model, and a record in `FAMILIES`. Checks of a new kind of data
-and of its criteria are in `cli.checks`; docs/adding-a-model.md lists them. Classes are named by
-"module:class", so that this module imports nothing and --help stays fast.
+A new family is a module with its model, and a record in `FAMILIES`; `cli.checks` checks its data.
+Classes are named by "module:class", so that this module imports nothing and --help stays fast.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any, NamedTuple
+
+PREFIX = "ls_"  # of the names of our archs, optimizers and criteria
 
 
 def named(place: str) -> Any:

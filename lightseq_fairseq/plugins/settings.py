@@ -37,8 +37,7 @@ class Setting(NamedTuple):
             by that value.
         used: whether a run uses the setting in the way that has this answer: a function of
             fairseq's namespace or, for FALLBACK, of its configuration. None: if it is set.
-        by_data: only the data or the logs tell whether a run uses it: ``training.batch.covers`` and
-            the trainer ask them.
+        by_data: only the data or the logs tell whether a run uses it, not its options.
         always: whether the answer holds on every machine and for every value.
         without: of a setting without effect: only if this one is not set, or `SEVERAL_RANKS`.
     """
@@ -68,8 +67,7 @@ def rows(command: str, answer: str) -> Iterator[tuple[str, Setting]]:
 
 
 def is_used(flag: str, row: Setting, options: Any) -> bool:
-    """Whether a run uses a setting, as far as ``options`` tell: fairseq's namespace or its
-    configuration."""
+    """Whether a run uses a setting; ``options``: fairseq's namespace or its configuration."""
     if row.by_data:
         return False
     if row.used is not None:
