@@ -65,12 +65,11 @@ def direction(request: Request) -> None:
     from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
     args = request.args
-    if not os.path.isdir(args.data.partition(os.pathsep)[0]):
-        return  # which is said later
     trained = settings_of(saved(args.path.partition(os.pathsep)[0]), "task")
     source, target = trained.get("source_lang"), trained.get("target_lang")
-    if not source or not target:  # then training took them from the names of the files
-        source, target = data_utils.infer_language_pair(args.data.partition(os.pathsep)[0])
+    folder = str(trained.get("data")).partition(os.pathsep)[0]
+    if not source and os.path.isdir(folder):  # training took them from the names of its files
+        source, target = data_utils.infer_language_pair(folder)
     if source != target and (args.source_lang, args.target_lang) == (target, source):
         raise UserError(
             f"The model was trained to translate from {source} to {target}, but --source-lang is "
