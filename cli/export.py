@@ -77,12 +77,12 @@ def main(
         if data is not None:
             export.find_dictionaries(trained, data)
         export.to_fairseq(trained, output)
+    elif to == "huggingface":
+        huggingface.to_huggingface(trained, output, data, tokenizer)
     else:
         found = export.find_dictionaries(trained, data)
         if to == "ctranslate2":
             export.to_ctranslate2(trained, found, output, quantization)
-        elif to == "huggingface":
-            huggingface.to_huggingface(trained, found, output, tokenizer)
         else:
             export.to_safetensors(trained, found, output)
     click.echo(f"wrote {output}")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from fairseq import models
 from fairseq.data import Dictionary
+from fairseq.data.multilingual.multilingual_data_manager import MultilingualDatasetManager
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
@@ -27,8 +28,9 @@ from lightseq_fairseq.base import dictionaries, files
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.checkpoints import counterparts, saving, vocabulary
 from lightseq_fairseq.checkpoints.counterparts import Counterpart
-from lightseq_fairseq.checkpoints.export import Dictionaries, Trained
+from lightseq_fairseq.checkpoints.export import Trained, find_dictionaries
 from lightseq_fairseq.checkpoints.vocabulary import Vocabulary, read_json
+from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
 Tensors = dict[str, Tensor]
 _HEADS = "classification_heads."
@@ -103,7 +105,7 @@ def _read(folder: Path) -> Tensors:
             return {
                 key: value for part in parts for key, value in _read_file(folder / part).items()
             }
-    raise UserError(f"it has neither {' nor '.join(_WEIGHTS)}.")
+    raise UserError(f"it has neither {' nor '.join(_WEIGHTS)}: copy the weights there.")
 
 
 def _read_file(path: Path) -> Tensors:
@@ -129,10 +131,13 @@ def _ours(record: Counterpart, weights: Tensors) -> Tensors:
             types = value[0]
         elif record.logits_bias and theirs.endswith(record.logits_bias):
             if value.any():
-                raise UserError(f"its {theirs} is not zero, which fairseq's model lacks.")
+                raise UserError(
+                    f"its {theirs} is not zero, but fairseq's model has no bias of the logits: it "
+                    "cannot compute the same."
+                )
         elif not record.ignored or not re.fullmatch(record.ignored, full):
             if (ours := record.ours(theirs)) is None:
-                raise UserError(f"it has the parameter {theirs}, which fairseq's model lacks.")
+                raise UserError(f"its parameter {theirs} is in no model of fairseq.")
             if record.transposed and re.search(record.transposed, theirs):
                 value = value.t()
             if record.fused and record.fused in theirs:
@@ -176,17 +181,17 @@ def _complete(
             has = f"has {list(model[name].shape)}" if name in model else "is missing"
             raise UserError(
                 f"{folder} cannot be converted: {record.theirs(name) or name} {has}, but its "
-                f"config.json describes {list(value.shape)}."
+                f"config.json describes {list(value.shape)}: use the config.json of these weights."
             )
 
 
 def to_huggingface(
-    trained: Trained, found: Dictionaries, output: Path, tokenizer: Path | None
+    trained: Trained, output: Path, data: str | None, tokenizer: Path | None
 ) -> None:
     """Write the folder ``output``, which ``AutoModel.from_pretrained`` loads.
 
     Args:
-        found: from `export.find_dictionaries`.
+        data: the folder with the dictionaries; None for the folder named in the checkpoint.
         tokenizer: a folder of `transformers` with the tokenizer, whose files are copied, and whose
             rows the embedding gets; None: rows have fairseq's order.
 
@@ -205,14 +210,10 @@ def to_huggingface(
     args.max_positions = args.max_source_positions = first
     args.max_target_positions = last
     record, kind = counterparts.of_settings(trained.family, args, like.get("model_type"))
-    rows = {}
-    for side in record.sides:
-        dictionary = Dictionary.load(str(found.folder / found.names[side]))
-        for symbol in trained.family.symbols:
-            dictionary.add_symbol(symbol)
-        rows[side] = _their_rows(dictionary.symbols, record, side, tokenizer)
+    words = _words(trained, data)
+    rows = {side: _their_rows(words[side], record, side, tokenizer) for side in record.sides}
     weights = trained.model.state_dict()
-    labels = _labels(weights, found)
+    labels = _labels(weights, words.get("label"))
     config = {
         **{name: value for name, value in like.items() if name != "torch_dtype"},
         **counterparts.config(record, args),
@@ -237,6 +238,30 @@ def to_huggingface(
         (place / "config.json").write_text(f"{text}\n")
         save_file(model, place / "model.safetensors", {"format": "pt"})
         shutil.copymode(place / "config.json", place / "model.safetensors")
+
+
+def _words(trained: Trained, data: str | None) -> dict[str, list[str]]:
+    """The words of the dictionaries "source", "target" and "label", in the order of their rows."""
+    settings = settings_of(trained.checkpoint, "task")
+    if trained.args.task == "translation_multi_simple_epoch":  # it adds languages to the files
+        folder = data or settings["data"]
+        try:
+            args = Namespace(**{**settings, "data": folder})
+            _, loaded, _ = MultilingualDatasetManager.prepare(Dictionary.load, args)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"The dictionaries of the languages cannot be read in {folder} ({error}): set "
+                "--data to the folder with the run's dictionaries."
+            ) from error
+        words: list[str] = next(iter(loaded.values())).symbols
+        return dict.fromkeys(("source", "target"), words)
+    found = find_dictionaries(trained, data)
+    read = {side: Dictionary.load(str(found.folder / name)) for side, name in found.names.items()}
+    for side, dictionary in read.items():
+        for symbol in trained.family.symbols if side != "label" else ():
+            dictionary.add_symbol(symbol)
+    words_of = {side: dictionary.symbols for side, dictionary in read.items()}
+    return words_of | {"label": dictionaries.labels(read["label"])} if "label" in read else words_of
 
 
 def _their_rows(
@@ -299,7 +324,7 @@ def _theirs(
     return model
 
 
-def _labels(weights: Tensors, found: Dictionaries) -> dict[str, Any]:
+def _labels(weights: Tensors, labels: list[str] | None) -> dict[str, Any]:
     """The fields of config.json for a classification head; {} if there is none."""
     heads = {name.split(".")[1]: len(weights[name]) for name in weights if name.startswith(_HEADS)}
     if not heads:
@@ -309,7 +334,5 @@ def _labels(weights: Tensors, found: Dictionaries) -> dict[str, Any]:
             f"The model has several classification heads ({', '.join(heads)}), but a model of "
             "Hugging Face has one: export it with --to safetensors."
         )
-    labels = [f"LABEL_{number}" for number in range(*heads.values())]
-    if "label" in found.names:
-        labels = dictionaries.labels(Dictionary.load(str(found.folder / found.names["label"])))
+    labels = labels or [f"LABEL_{number}" for number in range(*heads.values())]
     return {"id2label": dict(enumerate(labels)), "label2id": {w: n for n, w in enumerate(labels)}}

@@ -71,7 +71,7 @@ def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = N
         rows = max(tokens, default=-1) + 1
     if max(tokens, default=-1) >= rows:
         raise UserError(
-            f"the tokenizer in {folder} has {max(tokens) + 1} words, but the embedding has {rows} "
+            f"The tokenizer in {folder} has {max(tokens) + 1} words, but the embedding has {rows} "
             "rows: use the tokenizer of this model."
         )
     first: list[int | None] = [None] * len(_FIRST)
@@ -105,7 +105,7 @@ def _tokens(folder: Path, name: str) -> tuple[dict[int, str], int | None]:
     tokens: dict[int, str] = {}
     if (folder / "tokenizer.json").exists():
         whole = read_json(folder / "tokenizer.json")
-        words = whole["model"]["vocab"]
+        words = (whole.get("model") or {}).get("vocab") or {}
         pairs = (
             words.items() if isinstance(words, dict) else ((w[0], n) for n, w in enumerate(words))
         )

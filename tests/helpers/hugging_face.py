@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,13 +196,12 @@ def load(folder: Path) -> Any:
     return model.eval()
 
 
-def data(kind: Kind, imported: Path, folder: Path) -> Path:
+def data(kind: Kind, imported: Path, folder: Path, sides: Sequence[str] = ("a", "b")) -> Path:
     """A data folder of lightseq-preprocess with the dictionary of the import."""
     source = random.Random(1)
     folder.mkdir()
-    sides = ("a", "b") if kind.pairs else ("a",)
     for split in ("train", "valid"):
-        for side in sides:
+        for side in sides if kind.pairs else ("",):
             lines = [source.choices(WORDS, k=source.randint(2, 9)) for _ in range(12)]
             path = folder / (f"{split}.{side}" if kind.pairs else split)
             path.write_text("".join(" ".join(line) + "\n" for line in lines))
