@@ -70,7 +70,7 @@ def main(
         raise UserError("--tokenizer needs --to huggingface: add it, or remove --tokenizer.")
     if to != "fairseq":
         _require(to, "safetensors" if to == "huggingface" else to)
-    from lightseq_fairseq.checkpoints import export, huggingface
+    from lightseq_fairseq.checkpoints import export, to_huggingface
 
     trained = export.read(source)
     if to == "fairseq":
@@ -78,7 +78,7 @@ def main(
             export.find_dictionaries(trained, data)
         export.to_fairseq(trained, output)
     elif to == "huggingface":
-        huggingface.to_huggingface(trained, output, data, tokenizer)
+        to_huggingface.write(trained, output, data, tokenizer)
     else:
         found = export.find_dictionaries(trained, data)
         if to == "ctranslate2":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fairseq.data import Dictionary
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.checkpoints.counterparts import Counterpart
+from lightseq_fairseq.checkpoints.correspondence import Counterpart
 
 _FIRST = ("<s>", "<pad>", "</s>", "<unk>")
 
