@@ -99,6 +99,7 @@ GPT2 = Counterpart(
         Field("decoder_ffn_embed_dim", "n_inner", lambda config: 4 * config.get("n_embd", 768)),
         Field("max_target_positions", "n_positions", 1024),
         activation("activation_function", "gelu_new"),
+        Field("share_decoder_input_output_embed", "tie_word_embeddings", True, bool, bool),
         Field("dropout", "resid_pdrop", 0.1),
         Field("dropout", "embd_pdrop", 0.1),
         Field("attention_dropout", "attn_pdrop", 0.1),
@@ -106,7 +107,6 @@ GPT2 = Counterpart(
     settings={
         "decoder_normalize_before": True,
         "decoder_learned_pos": True,
-        "share_decoder_input_output_embed": True,
         "no_scale_embedding": True,
         "layernorm_embedding": False,
         "no_decoder_final_norm": False,
@@ -120,7 +120,6 @@ GPT2 = Counterpart(
         Fixed("scale_attn_weights", True, True),
         Fixed("scale_attn_by_inverse_layer_idx", False, False),
         Fixed("add_cross_attention", False, False),
-        _TIED,
     ),
     names=(
         ("decoder.embed_tokens.", "transformer.wte."),

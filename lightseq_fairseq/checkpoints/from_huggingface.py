@@ -63,7 +63,7 @@ def to_native(folder: Path) -> Imported:
         model = _ours(record, _read(folder))
     except UserError as error:
         raise UserError(f"{folder} cannot be converted: {error}") from error
-    if all(table in model for table in counterparts.DECODER_TABLES):
+    if len(record.sides) > 1:  # FSMT's field says only whether all tables are one
         first, second = (model[table] for table in counterparts.DECODER_TABLES)
         args.share_decoder_input_output_embed = torch.equal(first, second)
     args.source_lang, args.target_lang = config.get("langs", (None, None))

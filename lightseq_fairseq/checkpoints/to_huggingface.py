@@ -16,7 +16,7 @@ from fairseq.data.multilingual.multilingual_data_manager import MultilingualData
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
-from lightseq_fairseq.base import dictionaries, files
+from lightseq_fairseq.base import dictionaries, families, files
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.checkpoints import counterparts, vocabulary
 from lightseq_fairseq.checkpoints.correspondence import Counterpart
@@ -59,9 +59,11 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     first, last = positions if isinstance(positions, tuple) else (positions, positions)
     args.max_positions = args.max_source_positions = first
     args.max_target_positions = last
+    weights = trained.model.state_dict()
+    if trained.family is families.LANGUAGE_MODEL:
+        _use_embeddings_of_gpt2(args, weights)
     record, kind = counterparts.of_settings(trained.family, args, like.get("model_type"))
     words = _words(trained, data)
-    weights = trained.model.state_dict()
     for name, side in record.tables.items():
         if name in weights and len(weights[name]) != len(words[side]):
             raise UserError(
@@ -82,8 +84,9 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
         ],
         "dtype": "float32",
     }
-    if len(rows) > 1:
-        config["langs"] = [args.source_lang, args.target_lang]
+    languages = [getattr(trained.args, f"{side}_lang", None) for side in ("source", "target")]
+    if len(rows) > 1 and all(languages):
+        config["langs"] = languages
     model = _theirs(record, weights, rows, config)
     with files.placed(output) as place:
         place.mkdir()
@@ -97,6 +100,29 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
         except SafetensorError as error:
             raise OSError(str(error)) from error
         shutil.copymode(place / "config.json", place / "model.safetensors")
+
+
+def _use_embeddings_of_gpt2(args: Any, weights: Tensors) -> None:
+    """Changes a language model, in place, to one that computes the same without fairseq's scale of
+    embeddings and with a table of positions."""
+    tokens, output = counterparts.DECODER_TABLES
+    if tokens not in weights:  # adaptive inputs, which GPT-2 lacks
+        return
+    if not args.no_scale_embedding:
+        scale = args.decoder_embed_dim**0.5
+        weights[tokens] = weights[tokens] * scale
+        if args.share_decoder_input_output_embed:
+            weights[output] = weights[tokens]
+            for name in ("decoder.layer_norm.weight", "decoder.layer_norm.bias"):
+                if name in weights:
+                    weights[name] = weights[name] / scale
+        args.no_scale_embedding = True
+    if not args.decoder_learned_pos:
+        shape = args.max_target_positions + 2, args.decoder_embed_dim
+        weights["decoder.embed_positions.weight"] = SinusoidalPositionalEmbedding.get_embedding(
+            *shape, padding_idx=1
+        )
+        args.decoder_learned_pos = True
 
 
 def _words(trained: Trained, data: str | None) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import helpers.hugging_face as hugging_face
 import pytest
 import torch
-from helpers.cli_runs import run, succeed
+from helpers.cli_runs import SMALL, SMALL_TEXT, binarise, binarise_text, run, succeed
 from helpers.golden import matches, refusals
 from helpers.hugging_face import KINDS, Kind
 from safetensors.torch import load_file
@@ -143,6 +143,77 @@ def test_several_languages(tmp_path: Path) -> None:
     theirs = hugging_face.load(home(made.trained, made, tmp_path / "home"))
     weights = torch.load(made.trained, weights_only=False)["model"]
     assert torch.equal(weights["encoder.embed_tokens.weight"], theirs.model.shared.weight)
+
+
+@pytest.mark.parametrize("layout", ["nllb parts", "nllb bin", "nllb half", "gpt2 base"])
+def test_other_files(layout: str, tmp_path: Path) -> None:
+    """Parts; pytorch_model.bin with each name of a tied table; 16 bits; the class without head."""
+    name, kind = layout.split()
+    model = hugging_face.make(KINDS[name], tmp_path / "theirs")
+    succeed("import_", tmp_path / "theirs", tmp_path / "first")
+    (tmp_path / "theirs/model.safetensors").unlink()
+    if kind == "bin":
+        torch.save(model.state_dict(), tmp_path / "theirs/pytorch_model.bin")
+    else:
+        saved = model.base_model if kind == "base" else model.half() if kind == "half" else model
+        size = "20KB" if kind == "parts" else "1GB"
+        saved.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    succeed("import_", tmp_path / "theirs", tmp_path / "second")
+    first, second = (
+        torch.load(tmp_path / folder / "model.pt", weights_only=False)["model"]
+        for folder in ("first", "second")
+    )
+    assert first.keys() == second.keys()
+    for each, value in first.items():
+        is_weight = not each.endswith(("version", "_float_tensor"))
+        expected = value.half() if kind == "half" and is_weight else value
+        assert torch.equal(second[each], expected) and second[each].dtype == expected.dtype, each
+
+
+SCRATCH = {
+    "GPT2LMHeadModel": f"{' '.join(SMALL_TEXT)} --arch ls_transformer_lm "
+    "--decoder-normalize-before",
+    "GPT2LMHeadModel, one table": f"{' '.join(SMALL_TEXT)} --arch ls_transformer_lm_gpt "
+    "--decoder-learned-pos --share-decoder-input-output-embed",
+    "FSMTForConditionalGeneration": f"{' '.join(SMALL)} --arch ls_transformer",
+}
+
+
+@pytest.mark.parametrize("name", SCRATCH)
+def test_models_trained_here_from_scratch(name: str, tmp_path: Path) -> None:
+    """Without --tokenizer, rows are fairseq's."""
+    is_text = name.startswith("GPT2")
+    data = (binarise_text if is_text else binarise)(tmp_path)
+    succeed("train", data, *SCRATCH[name].split(), "--lr", "1e-2", "--save-dir", tmp_path / "run")
+    succeed("export", tmp_path / "run", "--to", "huggingface", "--output", tmp_path / "home")
+    theirs = hugging_face.load(tmp_path / "home")
+    assert type(theirs).__name__ == name.split(",")[0]
+    best = tmp_path / "run/checkpoint_best.pt"
+    model, task = hugging_face.ours(best, data, source="de", target="en")
+    tokens = torch.randint(4, len(task.source_dictionary), (2, 8))
+    with torch.no_grad():
+        if is_text:
+            found, expected = model(tokens)[0], theirs(tokens).logits
+        else:
+            found = model(tokens, torch.tensor([8, 8]), tokens)[0]
+            expected = theirs(tokens, decoder_input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("flags", "sentence"), refusals(__file__, "test_huggingface export"))
+def test_export_refuses(flags: str, sentence: str, tmp_path: Path) -> None:
+    data = binarise(tmp_path)
+    words, _, options = flags.partition(" export")
+    train = [*SMALL, "--arch", "ls_transformer", "--lr", "1e-2", *words.split()]
+    succeed("train", data, *train, "--save-dir", tmp_path / "run")
+    hugging_face.make(KINDS["fsmt"], tmp_path / "theirs")
+    options = options.format(tmp_path)
+    result = run(
+        "export", tmp_path / "run", "--to", "huggingface", "--output", tmp_path / "home",
+        *options.split(),
+    )  # fmt: skip
+    assert matches(result.output.strip(), f"lightseq-export: error: {sentence}"), result.output
+    assert result.exit_code == 2 and not (tmp_path / "home").exists()
 
 
 def changed(case: str, folder: Path) -> Path:

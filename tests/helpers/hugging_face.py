@@ -217,11 +217,13 @@ def data(kind: Kind, imported: Path, folder: Path, sides: Sequence[str] = ("a", 
     return folder / "bin"
 
 
-def ours(path: Path, data: Path, native: bool = False) -> tuple[Any, Any]:
+def ours(
+    path: Path, data: Path, native: bool = False, source: str = "a", target: str = "b"
+) -> tuple[Any, Any]:
     """Our model, or fairseq's, of a checkpoint, and the task."""
     with models.building(native):
         (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
-            [str(path)], {"data": str(data), "source_lang": "a", "target_lang": "b"}
+            [str(path)], {"data": str(data), "source_lang": source, "target_lang": target}
         )
     return model.eval(), task
 
