@@ -60,16 +60,17 @@ def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = N
 
     Args:
         side: "source" or "target".
-        rows: of the embedding. It may have more than the tokenizer has words; None: it has not.
+        rows: of the embedding, which may be more than the tokenizer has words; None: the number in
+            config.json.
 
     Raises:
         UserError: the folder has no tokenizer that can be read, or it has more words than rows.
     """
     config = read_json(folder / "config.json")
     tokens, unknown = _tokens(folder, record.sides[side][1])
-    if rows is None:
-        rows = max(tokens, default=-1) + 1
-    if max(tokens, default=-1) >= rows:
+    rows = rows or config.get(record.sides[side][0]) or max(tokens) + 1
+    # BART's models for summaries lack the row of <mask>.
+    if any(number >= rows and word != "<mask>" for number, word in tokens.items()):
         raise UserError(
             f"The tokenizer in {folder} has {max(tokens) + 1} words, but the embedding has {rows} "
             "rows: use the tokenizer of this model."
@@ -78,6 +79,7 @@ def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = N
     found = {"</s>": config.get("eos_token_id", 2), "<s>": config.get("bos_token_id", 0)}
     found |= {"<pad>": config.get("pad_token_id", 1), "<unk>": unknown}
     for word, number in found.items():
+        number = number[0] if isinstance(number, list) else number
         if isinstance(number, int) and number < rows and number not in first:
             first[_FIRST.index(word)] = number
     others = [number for number in range(rows) if number not in first]
@@ -106,10 +108,9 @@ def _tokens(folder: Path, name: str) -> tuple[dict[int, str], int | None]:
     if (folder / "tokenizer.json").exists():
         whole = read_json(folder / "tokenizer.json")
         words = (whole.get("model") or {}).get("vocab") or {}
-        pairs = (
-            words.items() if isinstance(words, dict) else ((w[0], n) for n, w in enumerate(words))
-        )
-        tokens = {number: word for word, number in pairs}
+        if isinstance(words, list):  # of words and their scores
+            words = {word: number for number, (word, _) in enumerate(words)}
+        tokens = {number: word for word, number in words.items()}
         tokens |= {each["id"]: each["content"] for each in whole.get("added_tokens", ())}
     elif (folder / name).exists():
         tokens = {number: word for word, number in read_json(folder / name).items()}
@@ -119,10 +120,12 @@ def _tokens(folder: Path, name: str) -> tuple[dict[int, str], int | None]:
         tokens |= {int(number): _word(each) for number, each in added.items()}
         # M2M-100's tokenizer has the languages behind the words of the file, in this order.
         known = set(tokens.values())
-        for each in map(_word, settings.get("additional_special_tokens") or ()):
-            if each not in known:
-                tokens[max(tokens) + 1] = each
-    else:
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            for each in map(_word, settings.get(key) or ()):
+                if each not in known:
+                    tokens[max(tokens) + 1] = each
+                    known.add(each)
+    if not tokens:
         raise UserError(
             f"{folder} has neither tokenizer.json nor {name}, from which the dictionary is made: "
             "save the tokenizer there (AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER))."
