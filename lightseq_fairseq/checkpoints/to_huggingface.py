@@ -93,6 +93,8 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
         for path in tokenizer.iterdir() if tokenizer else ():
             if path.is_file() and not path.name.endswith(_NEVER_COPIED):
                 shutil.copyfile(path, place / path.name)
+        for side in record.sides if tokenizer else ():
+            vocabulary.add(place, record, [words[side][row] for row in rows[side]])
         text = json.dumps(config, indent=2, sort_keys=True, default=str)
         (place / "config.json").write_text(f"{text}\n")
         try:

@@ -98,6 +98,29 @@ def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = N
     return Vocabulary(words, [*first, *others], languages, spare)
 
 
+def add(folder: Path, record: Counterpart, words: list[str]) -> None:
+    """Adds the last words to the tokenizer.json in a folder, if its tokenizer has fewer.
+
+    Args:
+        words: of all rows, in the order of Hugging Face's.
+    """
+    path = folder / "tokenizer.json"
+    known = max(_tokens(folder, "")[0]) + 1 if path.exists() else len(words)
+    if known >= len(words):
+        return
+    whole = read_json(path)
+    code, named = record.languages or ("", "")
+    for number, word in enumerate(words[known:], known):
+        language = re.fullmatch(re.escape(named).replace(r"\{\}", "(.+)"), word)
+        if language and re.fullmatch(code, language[1]):  # not M2M-100's, which keep their marks
+            word = language[1]
+        whole["added_tokens"].append(
+            {"id": number, "content": word, "single_word": False, "lstrip": False}
+            | {"rstrip": False, "normalized": False, "special": bool(language)}
+        )
+    path.write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
+
+
 def _tokens(folder: Path, name: str) -> tuple[dict[int, str], int | None]:
     """id -> word of the tokenizer in a folder, and the id of the unknown word."""
     settings: dict[str, Any] = {}

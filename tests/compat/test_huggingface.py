@@ -145,6 +145,31 @@ def test_several_languages(tmp_path: Path) -> None:
     assert torch.equal(weights["encoder.embed_tokens.weight"], theirs.model.shared.weight)
 
 
+@pytest.mark.parametrize("name", ["nllb", "mbart"])
+def test_new_words_go_home(name: str, tmp_path: Path) -> None:
+    """A new language and a new character get the last rows, and the tokenizer knows them."""
+    kind = KINDS[name]
+    kind = kind._replace(config={**kind.config, "vocab_size": 72})  # more rows than words
+    hugging_face.make(kind, tmp_path / "theirs")
+    succeed("import_", tmp_path / "theirs", tmp_path / "imported")
+    code = {"nllb": "xho_Latn", "mbart": "qq_QQ"}[name]
+    with open(tmp_path / "imported/dict.txt", "a") as file:
+        file.write(f"{kind.named.format(code)} 1\n@ 1\n")
+    path = tmp_path / "imported/model.pt"
+    state = torch.load(path, weights_only=False)
+    table = state["model"]["encoder.embed_tokens.weight"]
+    table = torch.cat([table, torch.randn(2, table.shape[1])])
+    for each in ("encoder.embed_tokens", "decoder.embed_tokens", "decoder.output_projection"):
+        state["model"][f"{each}.weight"] = table
+    state["extra_state"].pop("dictionaries")
+    torch.save(state, path)
+    made = Made(kind, tmp_path / "theirs", tmp_path, tmp_path / "imported", path)
+    exported = home(path, made, tmp_path / "home")
+    model, tokenizer = hugging_face.load(exported), AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.convert_tokens_to_ids(["w3", code, "@"]) == [7, 72, 73]
+    assert torch.equal(model.model.shared.weight, table)
+
+
 @pytest.mark.parametrize("layout", ["nllb parts", "nllb bin", "nllb half", "gpt2 base"])
 def test_other_files(layout: str, tmp_path: Path) -> None:
     """Parts; pytorch_model.bin with each name of a tied table; 16 bits; the class without head."""
