@@ -63,7 +63,7 @@ def _hugging_face(source: Path, output: Path) -> None:
     dictionary = " ".join(
         f"--{flag}dict {output / name}" for flag, name in zip(("src", "tgt"), names.values())
     )
-    joined = " --joined-dictionary" if args.arch == "transformer" and len(names) == 1 else ""
+    joined = " --joined-dictionary" if args.task == "translation" and len(names) == 1 else ""
     click.echo(
         f"wrote {output}; to train it further:\n"
         f"lightseq-preprocess ... {dictionary}{joined}\n"

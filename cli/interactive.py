@@ -91,7 +91,9 @@ def _translate(texts: TextIO | None, fairseq_main: Callable[[Any], None], cfg: A
         raise type(error)(text).with_traceback(error.__traceback__) from error
     finally:
         if (note := out.unknown.sentence()) is not None:
-            click.echo(f"lightseq-interactive: note: {note}", err=True)
+            subwords = "--bpe subword_nmt --bpe-codes FILE --remove-bpe"
+            advice = "" if cfg.bpe else f" For subwords of subword-nmt, add {subwords}."
+            click.echo(f"lightseq-interactive: note: {note}{advice}", err=True)
 
 
 def _answer(cfg: Any) -> None:

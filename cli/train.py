@@ -43,7 +43,7 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
     \b
         lightseq-train data-bin/wmt14_en_de --arch ls_transformer_wmt_en_de_big_t2t
 
-    The options that you do not set get the values of the standard recipe: optimizer, criterion,
+    The options that you do not set get the values of the default recipe: optimizer, criterion,
     learning-rate schedule, batch size, number of updates, precision. The first line printed is the
     complete command. A command that sets the optimizer or the criterion keeps fairseq's defaults
     instead, so that a fairseq command with prefixes trains on the same data. A command without any
@@ -64,9 +64,8 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
         from lightseq_fairseq.cli.checks import epoch  # imports numpy, which --help does not need
 
         fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
-        adaptive = registries.has_adaptive_softmax(argv)
-        recipe = defaults.recipe_of(argv, adaptive)
-        added = defaults.missing(argv, _machine(argv), fused, adaptive, epoch.of_command(argv))
+        recipe = registries.recipe_of(argv)
+        added = defaults.missing(argv, _machine(argv), fused, recipe, epoch.of_command(argv))
         argv = defaults.with_options(argv, added)
         why = defaults.reason(argv, added, recipe)
         if native:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lightseq_fairseq.base import families
@@ -75,8 +75,10 @@ def _choices(recipe: Recipe) -> tuple[Choice, ...]:
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    """The flags of ``text``, each with its value; "" if it has none."""
     words = shlex.split(text)
-    return tuple(zip(words[::2], words[1::2]))
+    following = zip(words, [*words[1:], "--"])
+    return tuple((a, "" if b.startswith("--") else b) for a, b in following if a.startswith("--"))
 
 
 # A converted command without a criterion: fairseq's default, cross_entropy.
@@ -149,19 +151,17 @@ def is_converted(argv: Sequence[str], recipe: Recipe) -> bool:
     return bool(others or (named and is_given(argv, _RATE)))
 
 
-def recipe_of(argv: Sequence[str], adaptive: bool = False) -> Recipe:
-    """The recipe of the command's task; ``adaptive``: its model has adaptive softmax."""
-    if adaptive:
-        return next(family.adaptive for family in families.FAMILIES if family.adaptive)
-    name = value(argv, ("--task",)) or ""
-    return families.tasks().get(name, families.FAMILIES[0].tasks[0]).recipe
+def recipe_of(argv: Sequence[str], own: Mapping[str, Recipe] | None = None) -> Recipe:
+    """The recipe of the command's task; ``own``: those of the arch's family, by task."""
+    task = families.tasks().get(value(argv, ("--task",)) or "", families.FAMILIES[0].tasks[0])
+    return (own or {}).get(task.name, task.recipe)
 
 
 def missing(
     argv: Sequence[str],
     machine: Machine,
     fused: bool | None = None,
-    adaptive: bool = False,
+    recipe: Recipe | None = None,
     epoch: Epoch | None = None,
 ) -> list[str]:
     """The words that complete a command with an ls_ arch; [] for another arch.
@@ -172,7 +172,7 @@ def missing(
 
     Args:
         fused: whether the arch is ours; None: decided by its name.
-        adaptive: whether its model has adaptive softmax.
+        recipe: of the command; None: that of its task.
         epoch: the training data, if known.
     """
     if fused is None:
@@ -180,7 +180,7 @@ def missing(
     if not fused:
         return []
     added: list[str] = []
-    recipe = recipe_of(argv, adaptive)
+    recipe = recipe or recipe_of(argv)
     choices = _choices(recipe)
     converted = is_converted(argv, recipe)
     if converted:
@@ -190,7 +190,7 @@ def missing(
         if is_own or not is_given(argv, choice.unless):
             for flag, text in choice.flags:
                 if not is_given([*added, *argv], (flag,)):
-                    added += [flag, text]
+                    added += [flag, text] if text else [flag]
     if not is_given(argv, ("--distributed-world-size",)):
         added += ["--distributed-world-size", str(machine.ranks)]
     if machine.gpus and not converted and not is_given(argv, ("--cpu", *PRECISION)):
@@ -256,11 +256,9 @@ def with_options(argv: Sequence[str], options: Sequence[str]) -> list[str]:
     return [*words[:end], *options, *words[end:]]
 
 
-def complete(
-    argv: Sequence[str], machine: Machine, fused: bool | None = None, adaptive: bool = False
-) -> list[str]:
+def complete(argv: Sequence[str], machine: Machine) -> list[str]:
     """``argv`` with the `missing` words added."""
-    return with_options(argv, missing(argv, machine, fused, adaptive))
+    return with_options(argv, missing(argv, machine))
 
 
 def note(argv: Sequence[str]) -> str | None:

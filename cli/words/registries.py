@@ -12,6 +12,7 @@ from typing import Any
 
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import Recipe
 from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.defaults import value
 
@@ -64,6 +65,16 @@ def has_adaptive_softmax(argv: Sequence[str]) -> bool:
     options = settings_of(value(argv, defaults.ARCH))
     given = value(argv, ("--adaptive-softmax-cutoff",))
     return bool(getattr(options, "adaptive_softmax_cutoff", None) if given is None else given)
+
+
+def recipe_of(argv: Sequence[str]) -> Recipe:
+    """The recipe of the command's model and task."""
+    from lightseq_fairseq.plugins.conditions import family_of
+
+    family = family_of(value(argv, defaults.ARCH))
+    if has_adaptive_softmax(argv):
+        return next(x.adaptive for x in families.FAMILIES if x.adaptive)
+    return defaults.recipe_of(argv, family and family.recipes)
 
 
 def uses_lightseq(argv: Sequence[str]) -> bool:

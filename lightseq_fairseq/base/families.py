@@ -25,7 +25,7 @@ class Recipe(NamedTuple):
         optimizer, criterion, schedule: flags with their values, such as "--lr 1.0".
         sentences: sentences of a batch; max_tokens limits the batch as well.
         decays: whether the learning rate falls to zero at the last update (--max-update).
-        data: flags that say how the task makes its samples.
+        data: flags that say how the task makes its samples, and dropout where it is not the arch's.
     """
 
     optimizer: str
@@ -58,6 +58,8 @@ class Task(NamedTuple):
         prompts: generation continues its samples; they have no source.
         dictionaries: the files of "source", "target" and "label" in the data folder, in which
             {...} are settings of the task; None: `checkpoints.export` does not know them.
+        symbols: those that it adds to the words of a dictionary file; one with {langs} for each
+            language of --langs.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Task(NamedTuple):
     adds_losses: bool = False
     prompts: bool = False
     dictionaries: dict[str, str] | None = None
+    symbols: tuple[str, ...] = ()
 
 
 class Family(NamedTuple):
@@ -84,11 +87,11 @@ class Family(NamedTuple):
         tasks: those that provide its data.
         batches: the classes that pack batches of these data, see `training.batch`.
         supports: settings that other families refuse.
+        recipes: by the names of tasks, where it is not the task's.
         adaptive: the recipe of models with adaptive softmax.
         generates: whether our search runs its models.
         packs_pairs: whether --pack-tokens fills its batches.
         exports: whether lightseq-export knows its models.
-        symbols: those that its tasks add to the words of a dictionary file.
         not_ctranslate2: why CTranslate2 cannot read its models, and what to do, for a message.
     """
 
@@ -100,11 +103,11 @@ class Family(NamedTuple):
     tasks: tuple[Task, ...]
     batches: tuple[str, ...]
     supports: tuple[str, ...] = ()
+    recipes: dict[str, Recipe] = {}
     adaptive: Recipe | None = None
     generates: bool = False
     packs_pairs: bool = False
     exports: bool = False
-    symbols: tuple[str, ...] = ()
     not_ctranslate2: str = ""
 
     def has_task(self, task: type) -> bool:
@@ -237,6 +240,18 @@ _FINE_TUNING = Recipe(
     decays=True,
     data="--init-token 0 --separator-token 2",
 )
+_SENTENCE_PREDICTION = Task(
+    "sentence_prediction",
+    "fairseq.tasks.sentence_prediction:SentencePredictionTask",
+    "sentences with labels",
+    _FINE_TUNING,
+    ("setup_task", "load_dataset"),
+    criteria=("ls_sentence_prediction", "sentence_prediction"),
+    unread=("--dataset-impl", "--add-prev-output-tokens"),
+    read=("--criterion",),  # the task takes settings from it
+    dictionaries={"source": "input0/dict.txt", "label": "label/dict.txt"},
+    symbols=("<mask>",),
+)
 ROBERTA = Family(
     "RoBERTa",
     native="fairseq.models.roberta:RobertaModel",
@@ -262,6 +277,7 @@ ROBERTA = Family(
                 *("--sentencepiece-model", "--sentencepiece-model-path"),
             ),
             dictionaries={"source": "dict.txt"},
+            symbols=("<mask>",),
         ),
         Task(
             "multilingual_masked_lm",
@@ -270,18 +286,9 @@ ROBERTA = Family(
             _PRETRAINING,
             criteria=("ls_masked_lm", "masked_lm"),
             dictionaries={"source": "dict.txt"},
+            symbols=("<mask>",),
         ),
-        Task(
-            "sentence_prediction",
-            "fairseq.tasks.sentence_prediction:SentencePredictionTask",
-            "sentences with labels",
-            _FINE_TUNING,
-            ("setup_task", "load_dataset"),
-            criteria=("ls_sentence_prediction", "sentence_prediction"),
-            unread=("--dataset-impl", "--add-prev-output-tokens"),
-            read=("--criterion",),  # the task takes settings from it
-            dictionaries={"source": "input0/dict.txt", "label": "label/dict.txt"},
-        ),
+        _SENTENCE_PREDICTION,
         Task(
             "sentence_ranking",
             "fairseq.tasks.sentence_ranking:SentenceRankingTask",
@@ -289,6 +296,7 @@ ROBERTA = Family(
             _FINE_TUNING._replace(criterion="--criterion sentence_ranking"),
             criteria=("sentence_ranking",),
             dictionaries={"source": "input0/dict.txt"},
+            symbols=("<mask>",),
         ),
     ),
     batches=(
@@ -297,13 +305,37 @@ ROBERTA = Family(
     ),
     supports=("--encoder-layers-to-keep",),
     exports=True,
-    symbols=("<mask>",),
     not_ctranslate2="CTranslate2 reads RoBERTa in the format of Hugging Face transformers alone, "
     "not fairseq's: export this model with --to fairseq or --to safetensors.",
 )
+# fairseq's examples/bart/README.summarization.md, of CNN/DailyMail.
+_SUMMARISING = Recipe(
+    "--optimizer ls_adam --adam-betas '(0.9, 0.999)' --adam-eps 1e-8 --clip-norm 0.1 "
+    "--weight-decay 0.01",
+    "--criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1",
+    "--lr 3e-5 --lr-scheduler polynomial_decay --warmup-updates 500",
+    max_tokens=2048,
+    update_freq=4,
+    updates=20_000,
+    decays=True,
+    data="--attention-dropout 0.1 --truncate-source",
+)
+BART = Family(
+    "BART",
+    native="fairseq.models.bart:BARTModel",
+    ours="lightseq_fairseq.plugins.bart:LSBARTModel",
+    data=TRANSLATION.data,
+    instead=TRANSLATION.instead,
+    tasks=_OF_PAIRS,
+    batches=TRANSLATION.batches,
+    recipes={"translation": _SUMMARISING},
+    generates=True,
+    packs_pairs=True,
+    exports=True,
+)
 
 # The first task of the first family is the default of --task.
-FAMILIES = (TRANSLATION, MULTILINGUAL, LANGUAGE_MODEL, ROBERTA)
+FAMILIES = (TRANSLATION, MULTILINGUAL, LANGUAGE_MODEL, ROBERTA, BART)
 
 
 def tasks() -> dict[str, Task]:

@@ -51,7 +51,8 @@ class Counterpart(NamedTuple):
         types: model_type in config.json -> the first part of the names of its classes.
         classes: the last parts of those that can be read; the first one is written.
         classifier: that of a model with a classification head; empty if there is none.
-        family, arch, task: of fairseq.
+        families: of fairseq's models that can be one of these.
+        arch, task: of fairseq, in an imported checkpoint.
         fields: the settings that config.json decides.
         settings: those that all these models have in fairseq.
         fixed: the fields that all these models have in `transformers`.
@@ -75,7 +76,7 @@ class Counterpart(NamedTuple):
 
     types: dict[str, str]
     classes: tuple[str, ...]
-    family: Family
+    families: tuple[Family, ...]
     arch: str
     task: str
     fields: tuple[Field, ...]

@@ -21,7 +21,7 @@ ROBERTA = Counterpart(
     types={"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
     classes=("ForMaskedLM", "Model", "ForSequenceClassification"),
     classifier="ForSequenceClassification",
-    family=families.ROBERTA,
+    families=(families.ROBERTA,),
     arch="roberta",
     task="masked_lm",
     fields=(
@@ -87,7 +87,7 @@ DECODER_TABLES = ("decoder.embed_tokens.weight", "decoder.output_projection.weig
 GPT2 = Counterpart(
     types={"gpt2": "GPT2"},
     classes=("LMHeadModel", "Model"),
-    family=families.LANGUAGE_MODEL,
+    families=(families.LANGUAGE_MODEL,),
     arch="transformer_lm",
     task="language_modeling",
     fields=(
@@ -157,7 +157,7 @@ def _encoder_decoder(
     record = Counterpart(
         types=types,
         classes=("ForConditionalGeneration", "Model"),
-        family=families.TRANSLATION,
+        families=(families.TRANSLATION, families.BART),
         arch="transformer",
         task="translation",
         fields=(
@@ -225,11 +225,12 @@ M2M100 = _encoder_decoder(
 )
 MBART = _encoder_decoder(
     {"mbart": "MBart"},
+    arch="mbart_base",
     pre_norm=True,
     learned=True,
     languages=(r"([a-z]{2}_[A-Z]{2})", "[{}]"),
 )
-BART = _encoder_decoder({"bart": "Bart"}, pre_norm=False, learned=True)
+BART = _encoder_decoder({"bart": "Bart"}, arch="bart_base", pre_norm=False, learned=True)
 FSMT = _encoder_decoder({"fsmt": "FSMT"}, pre_norm=False, learned=False)
 FSMT = FSMT._replace(
     fields=(*FSMT.fields, Field("share_all_embeddings", "tie_word_embeddings", False)),
@@ -299,7 +300,7 @@ def of_settings(family: Family, args: Any, preferred: str | None) -> tuple[Count
     Raises:
         UserError: no model of `transformers` computes the same.
     """
-    known = [each for each in COUNTERPARTS if each.family is family]
+    known = [each for each in COUNTERPARTS if family in each.families]
     known.sort(key=lambda record: preferred not in record.types)
     problems = []
     for record in known:

@@ -92,7 +92,7 @@ def _options(state: dict[str, Any], source: Path) -> tuple[Namespace, Family]:
     task = vars(task) if isinstance(task, Namespace) else task
     args.task = getattr(args, "task", None) or task.get("_name", family.tasks[0].name)
     record = families.tasks().get(args.task, family.tasks[0])
-    for name in (*_settings_in(record.dictionaries or {}), "data"):
+    for name in (*_settings_in(*(record.dictionaries or {}).values(), *record.symbols), "data"):
         setattr(args, name, getattr(args, name, None) or task.get(name))
     for name in ("encoder_embed_path", "decoder_embed_path"):
         if hasattr(args, name):  # pretrained embeddings, not needed any more: may not exist
@@ -100,9 +100,9 @@ def _options(state: dict[str, Any], source: Path) -> tuple[Namespace, Family]:
     return args, family
 
 
-def _settings_in(names: dict[str, str]) -> list[str]:
+def _settings_in(*names: str) -> list[str]:
     """The settings in the names of dictionary files, such as the languages."""
-    return re.findall(r"\{(\w+)\}", " ".join(names.values()))
+    return re.findall(r"\{(\w+)\}", " ".join(names))
 
 
 def _sizes(weights: dict[str, Any]) -> tuple[int, int]:
@@ -133,10 +133,12 @@ class Dictionaries(NamedTuple):
     Attributes:
         folder: the data folder.
         names: for "source", "target" and "label", the file's path in the folder.
+        words: for each, the word of each row, with those that the task adds.
     """
 
     folder: Path
     names: dict[str, str]
+    words: dict[str, list[str]]
 
 
 def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
@@ -164,9 +166,9 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: {advice}")
     names_of = task.dictionaries
-    if _settings_in(names_of) and (folder / "dict.txt").exists():  # written by lightseq-import
-        names_of = dict.fromkeys(names_of, "dict.txt")
-    elif _settings_in(names_of):
+    if _settings_in(*names_of.values()) and (folder / "dict.txt").exists():
+        names_of = dict.fromkeys(names_of, "dict.txt")  # written by lightseq-import
+    elif _settings_in(*names_of.values()):
         if not (args.source_lang and args.target_lang):
             args.source_lang, args.target_lang = data_utils.infer_language_pair(str(folder))
         if not (args.source_lang and args.target_lang):
@@ -184,8 +186,9 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
             dictionary = loaded[f"{side}_dictionary"] = Dictionary.load(str(path))
         except Exception as error:  # fairseq raises a bare Exception if it cannot decode the file
             raise UserError(f"{path} cannot be read ({_short(error)}): {advice}") from error
-        for symbol in trained.family.symbols:
-            dictionary.add_symbol(symbol)
+        for symbol in task.symbols:
+            for language in args.langs.split(",") if _settings_in(symbol) else [""]:
+                dictionary.add_symbol(symbol.format(langs=language))
         rows = sizes.get(side)
         if rows is not None and len(dictionary) != rows:
             raise UserError(
@@ -193,7 +196,8 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
             )
     extra_state = trained.checkpoint.get("extra_state") or {}
     dictionaries.check(SimpleNamespace(**loaded), extra_state.get("dictionaries"))
-    return Dictionaries(folder, files_of)
+    words = {side: loaded[f"{side}_dictionary"].symbols for side in files_of}
+    return Dictionaries(folder, files_of, words)
 
 
 def to_fairseq(trained: Trained, output: Path) -> None:

@@ -143,12 +143,10 @@ def _words(trained: Trained, data: str | None) -> dict[str, list[str]]:
         words: list[str] = next(iter(loaded.values())).symbols
         return dict.fromkeys(("source", "target"), words)
     found = find_dictionaries(trained, data)
-    read = {side: Dictionary.load(str(found.folder / name)) for side, name in found.names.items()}
-    for side, dictionary in read.items():
-        for symbol in trained.family.symbols if side != "label" else ():
-            dictionary.add_symbol(symbol)
-    words_of = {side: dictionary.symbols for side, dictionary in read.items()}
-    return words_of | {"label": dictionaries.labels(read["label"])} if "label" in read else words_of
+    if "label" not in found.names:
+        return found.words
+    labels = Dictionary.load(str(found.folder / found.names["label"]))
+    return {**found.words, "label": dictionaries.labels(labels)}
 
 
 def _their_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn
 
 from fairseq.models import MODEL_REGISTRY
@@ -13,7 +14,7 @@ from lightseq_fairseq.base import dictionaries, library
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import Family
 from lightseq_fairseq.fairseq_compat import patching
-from lightseq_fairseq.layers import fused_groups
+from lightseq_fairseq.layers import MultiheadAttention, fused_groups
 from lightseq_fairseq.layers.decoder import product_weights
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import PackedBatch
@@ -29,6 +30,12 @@ def with_dictionaries(args: Any) -> Any:
     DictConfig, but keeps its parent: so the parent, the whole configuration, has the attribute.
     """
     return args if isinstance(args, Namespace) else args._get_parent()
+
+
+def berts_initial_values() -> AbstractContextManager[None]:
+    """Within the block, fairseq's ``init_bert_params`` knows our class of attention."""
+    known = "fairseq.modules.transformer_sentence_encoder:MultiheadAttention"
+    return patching.within(known, MultiheadAttention)
 
 
 class NotCompiled:

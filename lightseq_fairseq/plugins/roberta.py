@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.base import families
 from lightseq_fairseq.fairseq_compat import patching
-from lightseq_fairseq.layers import MultiheadAttention, dropout, linear, masked_lm_logits
+from lightseq_fairseq.layers import dropout, linear, masked_lm_logits
 from lightseq_fairseq.memory.packing import Packed
 from lightseq_fairseq.plugins.encoder_graphs import EncoderGraphs
-from lightseq_fairseq.plugins.flat_model import FlatModel
+from lightseq_fairseq.plugins.flat_model import FlatModel, berts_initial_values
 from lightseq_fairseq.plugins.transformer import LSTransformerEncoder
 
 _HEAD_SITES = (2, 3)  # dropout before the two products of a classification head
@@ -96,11 +96,8 @@ class LSRobertaModel(FlatModel, RobertaModel):
     @classmethod
     def build_model(cls, args: Any, task: Any) -> LSRobertaModel:
         """As in ``FlatModel``."""
-        attention = "fairseq.modules.transformer_sentence_encoder:MultiheadAttention"
-        with (
-            patching.within("fairseq.models.roberta.model:RobertaEncoder", LSRobertaEncoder),
-            patching.within(attention, MultiheadAttention),
-        ):
+        encoder = "fairseq.models.roberta.model:RobertaEncoder"
+        with patching.within(encoder, LSRobertaEncoder), berts_initial_values():
             model: LSRobertaModel = super().build_model(args, task)
         return model
 
@@ -133,20 +130,12 @@ class LSRobertaModel(FlatModel, RobertaModel):
         x = self._features(batch, rng)
         # Sentences that fill up the bucket are empty, and begin after the last real row.
         starts = batch["source"].segments.cu_seqlens[:-1].clamp(max=len(x) - 1)
-        return self._classify(self.classification_heads[head], x.index_select(0, starts), rng)
+        return classified(self.classification_heads[head], x.index_select(0, starts), rng)
 
     def _features(self, batch: Packed, rng: Tensor) -> Tensor:
         """Features [T, C] of the packed tokens."""
         source = batch["source"]
         return self.encoder.sentence_encoder.features(source["tokens"], source.segments, rng)
-
-    def _classify(self, head: Any, x: Tensor, rng: Tensor) -> Tensor:
-        """fairseq's ``RobertaClassificationHead`` of features [B, C], with our dropout."""
-        p = head.dropout.p if self.training else 0.0
-        x = dropout(x, p, rng, _HEAD_SITES[0])
-        x = head.activation_fn(linear(x, head.dense.weight, head.dense.bias))
-        x = dropout(x, p, rng, _HEAD_SITES[1])
-        return linear(x, head.out_proj.weight, head.out_proj.bias)
 
     def unused_by(self, head: str | None) -> list[nn.Parameter]:
         """The parameters that do not contribute to the outputs of ``head`` or, without it, to the
@@ -155,3 +144,12 @@ class LSRobertaModel(FlatModel, RobertaModel):
         used.append(self.encoder.lm_head if head is None else self.classification_heads[head])
         places = {id(p) for module in used for p in module.parameters()}
         return [p for p in self.parameters() if id(p) not in places]
+
+
+def classified(head: Any, x: Tensor, rng: Tensor) -> Tensor:
+    """fairseq's ``RobertaClassificationHead`` of features [B, C], with our dropout."""
+    p = head.dropout.p if head.training else 0.0
+    x = dropout(x, p, rng, _HEAD_SITES[0])
+    x = head.activation_fn(linear(x, head.dense.weight, head.dense.bias))
+    x = dropout(x, p, rng, _HEAD_SITES[1])
+    return linear(x, head.out_proj.weight, head.out_proj.bias)

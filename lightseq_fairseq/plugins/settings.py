@@ -1,6 +1,6 @@
-"""What the commands do with settings of fairseq, apart from honouring them: one table.
+"""The settings of fairseq that do not work as in fairseq, and what commands do with them.
 
-A setting that the table does not name is honoured. docs/flags.md lists all settings;
+A setting that the table does not name works as in fairseq. docs/flags.md lists all settings;
 ``scripts/flags.py`` writes it. `families` has what is true of one family or task.
 """
 
@@ -16,7 +16,7 @@ from lightseq_fairseq.plugins import conditions
 
 # Answers: the setting has the same effect as in fairseq; the same effect, by fairseq's own step;
 # the command ends with a message; fairseq's command does not use it either, and a note says so.
-HONOURED, FALLBACK, REFUSED, UNREAD = "honoured", "fallback", "refused", "no effect"
+WORKS, FALLBACK, REFUSED, UNREAD = "works", "fallback", "refused", "no effect"
 
 # In place of a command: where one of our models is built, and where ls_adam is.
 MODEL, ADAM = "model", "ls_adam"
@@ -139,7 +139,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(REFUSED, MODEL, "--scale-heads", "the fused layers do not scale single heads"),
     Setting(REFUSED, MODEL, "--scale-resids", "the fused layers do not scale the residual"),
     Setting(REFUSED, MODEL, "--spectral-norm-classification-head",
-            "the captured step trains plain weights"),
+            "our step trains plain weights"),
     Setting(REFUSED, MODEL, "--mha-reg-scale-factor",
             "the loss has no regularisation of attention heads"),
     Setting(REFUSED, MODEL, "--ffn-reg-scale-factor",

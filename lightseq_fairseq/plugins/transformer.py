@@ -33,7 +33,7 @@ from lightseq_fairseq.layers.decoder import DecoderLayer, memory_weight, run_dec
 from lightseq_fairseq.layers.embedding import embed_and_cast
 from lightseq_fairseq.layers.encoder import EncoderLayer, first_cast, run_encoder
 from lightseq_fairseq.layers.node import Input
-from lightseq_fairseq.memory.packing import Packed, Segments
+from lightseq_fairseq.memory.packing import Packed, Rows, Segments
 from lightseq_fairseq.ops import Cast
 from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
@@ -429,9 +429,17 @@ def packed_logits(
     encoder: LSTransformerEncoder, decoder: LSTransformerDecoder, batch: Packed, rng: Tensor
 ) -> Tensor:
     """See ``LSTransformerModel.packed_logits``."""
-    source, target = batch["source"], batch["target"]
+    target = batch["target"]
+    x = decoded(encoder, decoder, batch["source"], target["previous"], target.segments, rng)
+    return decoder.output_layer(x)
+
+
+def decoded(
+    encoder: LSTransformerEncoder, decoder: LSTransformerDecoder, source: Rows, previous: Tensor,
+    segments: Segments, rng: Tensor,
+) -> Tensor:  # fmt: skip
+    """Features [T, C] of the decoder, whose input is ``previous`` [T] in ``segments``."""
     layers = list(decoder.layers.children())
     cast = memory_weight(layers).input_cast if layers else None
     memory = encoder.encoded(source["tokens"], source.segments, rng, cast=cast)
-    x, _ = decoder.features(target["previous"], target.segments, memory, source.segments, rng)
-    return decoder.output_layer(x)
+    return decoder.features(previous, segments, memory, source.segments, rng)[0]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer import TransformerConfig
 
-from lightseq_fairseq.ops.linear_activation import ACTIVATIONS
+from lightseq_fairseq.ops.bias_activation_dropout import ACTIVATIONS
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import MODEL, REFUSED, option
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.golden import titled
 
+from lightseq_fairseq.base.families import LANGUAGE_MODEL
 from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.defaults import Epoch, Machine
 
@@ -29,7 +30,8 @@ WORDS = [
 
 def added(command: str, machine: Machine = CPU, adaptive: bool = False) -> str:
     """The words that are added to the command."""
-    return shlex.join(defaults.missing(shlex.split(command), machine, adaptive=adaptive))
+    recipe = LANGUAGE_MODEL.adaptive if adaptive else None
+    return shlex.join(defaults.missing(shlex.split(command), machine, recipe=recipe))
 
 
 @pytest.mark.parametrize(("title", "command", "words"), WORDS)

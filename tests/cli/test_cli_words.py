@@ -199,7 +199,8 @@ def test_configurations_in_tests_are_those_of_hydra(
         found = [str(utils.convert_namespace_to_omegaconf(args)) for _ in range(2)]
         with pytest.raises(Exception, match="override distributed_training") as error:
             utils.convert_namespace_to_omegaconf(wrong)
-        monkeypatch.setattr(utils, "compose", compositions.hydras)
+        for name, hydras in compositions.HYDRAS.items():
+            monkeypatch.setattr(utils, name, hydras)
         assert found == [str(utils.convert_namespace_to_omegaconf(args))] * 2
         with pytest.raises(type(error.value), match=f"^{re.escape(str(error.value))}$"):
             utils.convert_namespace_to_omegaconf(wrong)

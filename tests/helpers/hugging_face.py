@@ -144,7 +144,7 @@ KINDS = {
         {**_PAIR, "scale_embedding": True, "vocab_size": 4 + len(WORDS) + 25 + 1},
         fast("MBartTokenizer", unigram=True),
         [*SPECIAL, *WORDS, "en_XX", "ro_RO", "<mask>"],
-        _TRANSLATING,
+        _TRANSLATING.replace("transformer", "mbart_large"),
         _PAIRS,
         counts=False,
         named="[{}]",
@@ -154,7 +154,7 @@ KINDS = {
         _PAIR,
         fast("RobertaTokenizer"),
         [*SPECIAL, *WORDS],  # its tokenizer adds <mask>, for which it has no row
-        _TRANSLATING,
+        _TRANSLATING.replace("transformer", "bart_large"),
         _PAIRS,
         counts=False,
     ),

@@ -80,6 +80,9 @@ _FLAGS: dict[str, Any] = {
     "disable-validation": True,
 }
 
+# BART in translation; write_corpus writes its data.
+BART = {**LS, "arch": "ls_bart_base", "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+
 # A language model; its data are written by helpers.parity.write_text.
 TEXT: dict[str, Any] = {
     **_TEXT,

@@ -59,12 +59,12 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"arch": "transformer_tiny"}, "the arch does not support the captured step"),
+        ({"arch": "transformer_tiny"}, "our step does not support the arch"),
         (
             {"criterion": "label_smoothed_cross_entropy"},
-            "the criterion does not support the captured step",
+            "our step does not support the criterion",
         ),
-        ({"criterion": "ls_tenfold"}, "the criterion does not support the captured step"),
+        ({"criterion": "ls_tenfold"}, "our step does not support the criterion"),
         ({"optimizer": "adam"}, "the optimizer is not ls_adam"),
         ({"encoder_layerdrop": 0.1}, "--encoder-layerdrop"),
         ({"arch": "ls_transformer_that_drops"}, "the arch sets --encoder-layerdrop"),

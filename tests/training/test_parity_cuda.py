@@ -37,6 +37,7 @@ GPT = {"decoder_normalize_before": True, "decoder_learned_pos": True, "activatio
 MODELS: dict[str, dict[str, Any]] = {
     "translation-post-norm": FLAGS,
     "translation-pre-norm": {**FLAGS, **PRE_NORM},
+    "bart": {**FLAGS, "arch": "bart_base", "encoder_attention_heads": 2},
     "language-model": {**TEXT_FLAGS, "share_decoder_input_output_embed": True},
     "gpt": {**TEXT_FLAGS, **GPT},
 }

@@ -1,0 +1,158 @@
+"""``ls_bart`` equals fairseq's BART: archs, names, initial values, outputs, gradients, rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import helpers.parity as parity
+import pytest
+import torch
+from fairseq.models import ARCH_MODEL_INV_REGISTRY
+from helpers.parity import LS, NATIVE, PAD, command_line
+
+from lightseq_fairseq.memory.parameters import with_spare_rows
+
+ARCHS = ARCH_MODEL_INV_REGISTRY["bart"]
+SIZES = {f"{side}_{size}": None for side in ("encoder", "decoder")
+         for size in ("embed_dim", "ffn_embed_dim", "attention_heads")}  # fmt: skip
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parity.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def build(data: Path, systems: parity.Systems, **flags: Any) -> tuple[Any, Any]:
+    argv = command_line(data, systems, **{"arch": "bart_base", **flags})
+    task, model, _ = parity.build(parity.parse(argv))
+    return task, model
+
+
+def assert_same(ours: Any, native: Any) -> None:
+    found, expected = ours.state_dict(), native.state_dict()
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_archs_are_fairseqs(corpus: Path, arch: str) -> None:
+    flags = {**SIZES, "encoder_layers": None, "decoder_layers": None, "dropout": None}
+    ours, native = (
+        vars(parity.parse(command_line(corpus, systems, **{**flags, "arch": arch})).model)
+        for systems in (LS, NATIVE)
+    )
+    assert ours["arch"] == f"ls_{native['arch']}"
+    changed = {name for name in native if ours[name] != native[name]}
+    assert changed == {"arch", "_name", "optimizer", "criterion"}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bart": {},
+    "mbart": {"arch": "mbart_base", **parity.PRE_NORM},
+    "mbart-wmt20": {"arch": "mbart_base_wmt20", "activation_fn": "relu"},
+    "no-positions": {"no_token_positional_embeddings": True, "layernorm_embedding": True},
+}
+
+
+@pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
+def test_same_seed_same_model(corpus: Path, flags: dict[str, Any]) -> None:
+    assert_same(*(build(corpus, s, seed=42, **flags)[1] for s in (LS, NATIVE)))
+
+
+@pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
+def test_padded_interface(corpus: Path, flags: dict[str, Any]) -> None:
+    task, ours = build(corpus, LS, **flags)
+    native = build(corpus, NATIVE, **flags)[1].double()
+    dataset = task.dataset("train")
+    sample = dataset.collater([dataset[i] for i in range(8)])
+    inputs = sample["net_input"]
+    real = inputs["prev_output_tokens"].ne(PAD)
+    assert not real.all()
+    ours = ours.double()
+    with parity.native_in_float64():
+        for options in ({"features_only": True}, {}):
+            found, expected = (model(**inputs, **options)[0] for model in (ours, native))
+            torch.testing.assert_close(found[real], expected[real], **EXACT)
+        packed = ours(**inputs, packed=True)[0]
+        torch.testing.assert_close(packed, found[real], **EXACT)
+        for logits in (found, expected):
+            (logits[real].square().sum() / 100).backward()
+    others = dict(native.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, others[name].grad, **EXACT)
+
+
+def sentences(words: Any) -> dict[str, torch.Tensor]:
+    """Two sentences, whose sources have as many </s>, as those of two inputs have."""
+    a, b, c, (bos, eos) = *(words.index(f"w{i}") for i in range(3)), (words.bos(), words.eos())
+    source = torch.tensor([[bos, a, eos, eos, b, c, eos], [bos, a, eos, eos, c, eos, PAD]])
+    previous = torch.tensor([[eos, bos, a, eos, eos, b, c], [eos, bos, a, eos, eos, c, PAD]])
+    lengths = torch.tensor([7, 6])
+    return {"src_tokens": source, "src_lengths": lengths, "prev_output_tokens": previous}
+
+
+def test_heads_of_sentences(corpus: Path) -> None:
+    task, ours = build(corpus, LS)
+    native = build(corpus, NATIVE)[1]
+    for model in (ours, native):
+        torch.manual_seed(3)
+        model.register_classification_head("kind", num_classes=3)
+        model.double()
+    assert_same(ours, native)
+    inputs = sentences(task.source_dictionary)
+    with parity.native_in_float64():
+        found, expected = (m(**inputs, classification_head_name="kind")[0] for m in (ours, native))
+        torch.testing.assert_close(found, expected, **EXACT)
+        for outputs in (found, expected):
+            outputs.square().sum().backward()
+    others = dict(native.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, others[name].grad, **EXACT)
+
+
+def test_an_odd_vocabulary_has_spare_rows(corpus: Path) -> None:
+    model = build(corpus, LS)[1]
+    for changed in (model, model.double()):
+        weight = changed.decoder.output_projection.weight
+        assert weight is changed.encoder.embed_tokens.weight
+        whole = with_spare_rows(weight)
+        assert whole is not None and len(whole) == 104 and not whole[len(weight) :].any()
+
+
+DUMMIES = ["madeupword0001", "madeupword0002"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "more"),
+    [
+        ([], ["<mask>"]),  # as in fairseq
+        (["madeupword0000"], [*DUMMIES, "<mask>"]),  # bart.base
+        (["madeupword0000", "<mask>"], [*DUMMIES, "<mask>"]),  # its <mask> moves
+        (["madeupword0000", "<mask>"], ["<mask>"]),
+    ],
+)
+def test_rows_follow_the_words(corpus: Path, kept: list[str], more: list[str]) -> None:
+    task, model = build(corpus, LS)
+    names = [name for name, x in model.state_dict().items() if len(x) == parity.VOCABULARY]
+    words = task.source_dictionary
+    for word in kept:
+        words.add_symbol(word)
+    before = [*(word for word in words.symbols if word != "<mask>"), *more]
+    table = torch.randn(len(before), 16)
+    state = {**model.state_dict(), **dict.fromkeys(names, table)}
+    model.upgrade_state_dict_named(state, "")
+    assert len(names) == 3
+    for name in names:
+        assert torch.equal(state[name], table[[before.index(word) for word in words.symbols]])
+
+
+def test_a_file_without_the_words_is_not_cut(corpus: Path) -> None:
+    """Only dummy words may be lacking: another dictionary is an error when the file is loaded."""
+    model = build(corpus, LS)[1]
+    state = {name: torch.cat([x, x[:2]]) if len(x) == parity.VOCABULARY else x
+             for name, x in model.state_dict().items()}  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"size mismatch for encoder\.embed_tokens"):
+        model.load_state_dict(state)

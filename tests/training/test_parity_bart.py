@@ -1,0 +1,35 @@
+"""Every update of BART equals fairseq's, on each task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import helpers.parity as parity
+import pytest
+from helpers.parity import LS, NATIVE, Systems, command_line, compare, train
+
+PAIRS: dict[str, Any] = {"arch": "bart_base"}
+MBART = {**PAIRS, "arch": "mbart_base", **parity.PRE_NORM}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parity.write_corpus(tmp_path_factory.mktemp("pairs"))
+
+
+def check(
+    data: Path, updates: int, systems: Systems = LS, **flags: Any
+) -> tuple[list[parity.Update], list[parity.Update]]:
+    native = train(command_line(data, NATIVE, **flags), updates)
+    ours = train(command_line(data, systems, **flags), updates)
+    compare(ours, native)
+    return ours, native
+
+
+@pytest.mark.parametrize("flags", [PAIRS, MBART], ids=["bart", "mbart"])
+def test_fifty_updates_of_translation(pairs: Path, flags: dict[str, Any]) -> None:
+    ours, native = check(pairs, 50, **flags)
+    assert all(len(update.sample_sizes) == 1 for update in ours)  # the captured step
+    assert any(len(set(update.sample_sizes)) == 2 for update in native)
+    assert native[-1].logged["loss"] < 0.95 * native[0].logged["loss"]
