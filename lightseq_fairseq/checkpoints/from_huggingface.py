@@ -87,7 +87,9 @@ def _read(folder: Path) -> Tensors:
         if (folder / name).exists():
             return _read_file(folder / name)
         if (folder / f"{name}.index.json").exists():
-            parts = sorted(set(read_json(folder / f"{name}.index.json")["weight_map"].values()))
+            parts = sorted(
+                set(read_json(folder / f"{name}.index.json").get("weight_map", {}).values())
+            )
             if missing := [part for part in parts if not (folder / part).exists()]:
                 raise UserError(
                     f"its part {missing[0]} is missing, of {len(parts)} parts: copy it there, too."

@@ -180,12 +180,17 @@ def _theirs(
         pointer = value.data_ptr()
         theirs = record.theirs(re.sub(rf"^{_HEADS}\w+", _HEAD, ours))
         if (
-            theirs is None  # k and v, which are stored with q
-            or ours.endswith((".version", "_float_tensor"))
+            ours.endswith((".version", "_float_tensor"))
+            or (record.fused and re.search(r"\.[kv]_proj\.", ours))  # stored with q
             or (ours in record.tied[1:] and pointer == first)
             or (heads and record.optional and ours.startswith(record.optional))
         ):
             continue
+        if theirs is None:
+            raise UserError(
+                f"The model has the parameter {ours}, which Hugging Face's class lacks: "
+                "export it with --to safetensors."
+            )
         if ours in record.tables:
             order = rows[record.tables[ours]]
             value = value if order == list(range(len(value))) else value[order]
