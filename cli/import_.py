@@ -10,7 +10,7 @@ import click
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.commands import own
-from lightseq_fairseq.cli.words.defaults import flag_of
+from lightseq_fairseq.cli.words.argv import flag_of
 
 
 @own("lightseq-import")

@@ -38,9 +38,9 @@ from lightseq_fairseq.base.families import LANGUAGE_MODEL, ROBERTA, TRANSLATION,
 from lightseq_fairseq.cli import generate, train
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.cli.words import command_lines, registries
+from lightseq_fairseq.cli.words.argv import flag_of
 from lightseq_fairseq.cli.words.command_lines import actions_of
 from lightseq_fairseq.cli.words.completions import LIST
-from lightseq_fairseq.cli.words.defaults import flag_of
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import FALLBACK, REFUSED, SEVERAL_RANKS, UNREAD, WORKS
 
@@ -178,7 +178,7 @@ Rules for flags that are not in the table, and for special cases:
 * A command without any `ls_` part, or with `--native`, runs fairseq's own code. It refuses no
   flag of the tables for that reason, but it also refuses [wrong input](#wrong-input).
 * With `--task language_modeling`, the flags of the search in generate and interactive have the
-  same answers (`tests/flags/test_language_model_flags.py`). Three need a source and are refused:
+  same answers (`tests/flags/test_flags_prompts.py`). Three need a source and are refused:
   `--constraints`, `--print-alignment`, `--replace-unk`.
 
 A test runs the command of each row. If the answer is *works* or *fallback*, the test compares the
@@ -194,7 +194,7 @@ table above, and have the same answers in training. For precision, logs, ranks a
 `lightseq-eval-lm` has the answers of `lightseq-generate`. Settings of training have no effect in
 `lightseq-eval-lm`.
 
-A test runs each row, as above (`tests/flags/test_flags_of_text.py`).
+A test runs each row, as above (`tests/flags/test_flags_language_models.py`).
 """
 ROBERTA_INTRODUCTION = """\
 ## RoBERTa

@@ -21,7 +21,9 @@ from .numerics import column_sum, store_gradient, work_dtype
 from .philox import drop, dropped
 from .registry import Written, define
 
-#: fairseq's names: gelu is the erf form, gelu_accurate is the tanh approximation.
+#: fairseq's names: gelu is the erf form, gelu_accurate is the tanh approximation. A new activation
+#: also changes ``ops/linear_activation.py`` (codes of the slope), ``layers/feed_forward.py``, all
+#: of ``csrc/linear/activation.cuh``, notes in ``scripts/flags.py``, and the tests of these ops.
 ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
 _APPROXIMATION = {"gelu": "none", "gelu_accurate": "tanh"}
 _FAR = 128.0  # above it gelu(x) is x with derivative 1; below -_FAR both are 0

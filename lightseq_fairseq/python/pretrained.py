@@ -20,7 +20,7 @@ from lightseq_fairseq.cli.start import launch
 from lightseq_fairseq.cli.translate.output import UnknownWords
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.words import command_lines
-from lightseq_fairseq.cli.words.defaults import flag_of
+from lightseq_fairseq.cli.words.argv import flag_of
 
 StrPath = str | os.PathLike[str]
 Self = TypeVar("Self", bound="Pretrained")

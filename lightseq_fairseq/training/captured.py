@@ -86,8 +86,11 @@ def fallback_reason(trainer: Any) -> str | None:
     # archs may set options of fallbacks that the command does not have.
     if not declares(model, "packed_logits"):
         return "our step does not support the arch"
+    objective = criterion.objective() if declares(criterion, "objective") else None
     reasons = {
-        "our step does not support the criterion": not declares(criterion, "objective"),
+        "our step does not support the criterion": objective is None,
+        "our step does not support the arch with this criterion": objective is not None
+        and not all(hasattr(model, name) for name in objective.calls),
         "the optimizer is not ls_adam": not _is_ours(cfg.optimizer),
         "--ignore-prefix-size with --left-pad-target": _ignores_pads(cfg),
         "the task has its own training step": not _trains_as_fairseqs(task),
@@ -219,7 +222,7 @@ class _Started:
     """A launched step.
 
     Attributes:
-        counts: this rank's, in the order of ``step.Count``.
+        counts: this rank's, in the order of ``Count``.
         place: of its last batch in the epoch, for the log.
     """
 

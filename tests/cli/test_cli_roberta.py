@@ -13,6 +13,7 @@ from helpers import cli_runs, parity
 from helpers.golden import matches, refusals
 
 from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words.argv import without_prefixes
 
 SMALL = shlex.split(
     "--arch ls_roberta_base --encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 "
@@ -49,7 +50,7 @@ def test_both_trainings_by_their_recipes(
     ):  # fmt: skip
         log = cli_runs.succeed("train", *words, *["--native"] * native)
         complete = defaults.complete([str(word) for word in words], defaults.Machine())
-        complete = defaults.native_twin(complete) if native else complete
+        complete = without_prefixes(complete) if native else complete
         first = shlex.split(log.splitlines()[0])
         assert first == ["lightseq-train", *complete]
         assert first[first.index("--total-num-update") + 1] == "6"

@@ -29,6 +29,7 @@ import lightseq_fairseq
 from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.lightseq import COMMANDS as SUBCOMMANDS
 from lightseq_fairseq.cli.start.launch import launcher
+from lightseq_fairseq.cli.words.argv import ARCH, value
 
 COMMANDS = ["train", "generate", "validate", "interactive", "preprocess"]
 
@@ -175,7 +176,7 @@ def test_a_command_line_parses_as_fairseq_parses_it(data: Path) -> None:
             parser = options.get_training_parser()
             args = options.parse_args_and_arch(parser, [str(data), *words])
             assert args.arch == "transformer"
-            assert train.defaults.value(words, train.defaults.ARCH) == "transformer"
+            assert value(words, ARCH) == "transformer"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A new family is one module and one record in ``families``; nothing else names it."""
+"""A new family whose data and criteria are known is one module and one record in ``families``."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ PROVEN: Proofs = {
     for command in table.COMMANDS
     for kind, found in (
         (table.WORKS, {"--help"}),
-        # test_flags_text.py: the settings of a tokenizer, which the command does read.
+        # test_flags_subwords.py: the settings of a tokenizer, which the command does read.
         (
             table.UNREAD,
             rows(command, table.UNREAD) - (ENCODING if command == "generate" else set()),

@@ -9,7 +9,7 @@ import test_flags
 import test_flags_fallback
 import test_flags_ranks
 import test_flags_services
-import test_flags_text
+import test_flags_subwords
 import test_flags_translation
 import test_flags_works
 import test_generation_flags
@@ -21,7 +21,7 @@ MODULES = (
     test_flags_works,
     test_flags_ranks,
     test_flags_services,
-    test_flags_text,
+    test_flags_subwords,
     test_flags_translation,
     test_generation_flags,
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightseq_fairseq.cli import bench
 from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case, command
 from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words.argv import without_prefixes
 
 from fairseq import tasks  # isort: skip
 
@@ -54,7 +55,7 @@ def fairseqs(case: Case, data: Path, *flags: object) -> tuple[Any, Any]:
     words = command(case, "fairseq", data, data / "report.json", 1, False, 0)
     words = [word for word in words[words.index("--") + 1 :] if word != "--native"]
     words = defaults.complete([*words, *map(str, flags)], defaults.Machine())
-    cfg = parity.parse(defaults.native_twin(words))
+    cfg = parity.parse(without_prefixes(words))
     return cfg, tasks.setup_task(cfg.task)
 
 

@@ -9,7 +9,7 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.cli.checks import Request, checkpoints, sizes
 from lightseq_fairseq.cli.checks.failures.cause import Cause
 from lightseq_fairseq.cli.checks.failures.known import Known, Rule, checkpoint, data_folder
-from lightseq_fairseq.cli.words.defaults import flag_of, is_given
+from lightseq_fairseq.cli.words.argv import flag_of, is_given
 
 _MISMATCH = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from "
