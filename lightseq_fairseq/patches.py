@@ -60,6 +60,15 @@ PATCHES = (
         "fairseq_compat.batches:load_masked_text",
         "--mask-whole-words fails: 'MaskedLMTask' object has no attribute 'args'",
         when="fairseq_compat.batches:task_lacks_args"),
+    *(Patch("repair",
+         f"fairseq.tasks.translation_from_pretrained_bart:TranslationFromPretrainedBARTTask.{name}",
+         f"fairseq_compat.pretrained_bart:{name}", why,
+         when="fairseq_compat.pretrained_bart:task_lacks_args")
+      for name, why in (
+          ("__init__", "the task fails: it has no attribute 'args'"),
+          ("build_generator", "the flags of the search have no effect, except those of the beam"),
+          ("build_dataset_for_inference", "lightseq-interactive leaves out <s> of --prepend-bos"),
+      )),
     Patch("repair", "fairseq.data.indexed_dataset:IndexedDataset.read_data",
         "fairseq_compat.batches:read_data", _LAZY),
     Patch("repair", "fairseq.data.indexed_dataset:IndexedCachedDataset.__getitem__",

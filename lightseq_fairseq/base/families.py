@@ -125,6 +125,17 @@ _TRANSLATING = Recipe(
     update_freq=1,
     updates=300_000,
 )
+# fairseq's examples/mbart/README.md. The file has mBART's sizes, such as its order of the norms.
+_FROM_MBART = Recipe(
+    "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0",
+    "--criterion ls_label_smoothed_cross_entropy --label-smoothing 0.2",
+    "--lr 3e-5 --lr-scheduler polynomial_decay --warmup-updates 2500",
+    max_tokens=1024,
+    update_freq=2,
+    updates=40_000,
+    decays=True,
+    data="--dropout 0.3 --attention-dropout 0.1",
+)
 _OF_PAIRS = (
     Task(
         "translation",
@@ -133,6 +144,16 @@ _OF_PAIRS = (
         _TRANSLATING,
         ("setup_task", "load_dictionary", "load_dataset"),
         dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
+    ),
+    Task(
+        "translation_from_pretrained_bart",
+        "fairseq.tasks.translation_from_pretrained_bart:TranslationFromPretrainedBARTTask",
+        "sentence pairs",
+        _FROM_MBART,
+        ("setup_task", "load_dictionary", "load_dataset"),
+        unread=("--truncate-source", "--num-batch-buckets", "--required-seq-len-multiple"),
+        dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
+        symbols=("[{langs}]", "<mask>"),
     ),
     Task(
         "translation_multi_simple_epoch",

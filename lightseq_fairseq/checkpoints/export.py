@@ -246,7 +246,12 @@ def to_ctranslate2(
         source = place.with_suffix(".pt")
         to_fairseq(replace(trained, checkpoint=bare), source)
         try:
-            converter = FairseqConverter(str(source), str(found.folder))
+            # Tokens of languages, which end a source and begin and end a target, are the caller's.
+            task = families.tasks().get(trained.args.task)
+            of_languages = task is not None and bool(_settings_in(*task.symbols))
+            converter = FairseqConverter(
+                str(source), str(found.folder), no_default_special_tokens=of_languages
+            )
             converter.convert(str(place), quantization=quantization)
         except OSError:
             raise

@@ -27,7 +27,13 @@ def check(
     return ours, native
 
 
-@pytest.mark.parametrize("flags", [PAIRS, MBART], ids=["bart", "mbart"])
+LANGUAGES: dict[str, Any] = {"task": "translation_from_pretrained_bart", "langs": "src,tgt,xx_XX"}
+
+
+@pytest.mark.parametrize(
+    "flags", [PAIRS, MBART, {**MBART, **LANGUAGES}, {**PAIRS, **LANGUAGES, "prepend_bos": True}],
+    ids=["bart", "mbart", "languages", "prepend-bos"],
+)  # fmt: skip
 def test_fifty_updates_of_translation(pairs: Path, flags: dict[str, Any]) -> None:
     ours, native = check(pairs, 50, **flags)
     assert all(len(update.sample_sizes) == 1 for update in ours)  # the captured step
