@@ -386,7 +386,7 @@ def answer(column: str, name: str, row: Row, family: Family = TRANSLATION) -> tu
     column: of ``COMMANDS`` or of the family's section.
     """
     command, _, task = column.partition(" ")
-    if name in settings.unread(command, task):
+    if name in settings.unread(command, task, family):
         return UNREAD, ""
     refused = settings.refused(command)
     if name in refused and name not in family.supports:

@@ -87,6 +87,7 @@ class Family(NamedTuple):
         tasks: those that provide its data.
         batches: the classes that pack batches of these data, see `training.batch`.
         supports: settings that other families refuse.
+        needs: settings of its tasks without which its models cannot train.
         recipes: by the names of tasks, where it is not the task's.
         adaptive: the recipe of models with adaptive softmax.
         generates: whether our search runs its models.
@@ -103,6 +104,7 @@ class Family(NamedTuple):
     tasks: tuple[Task, ...]
     batches: tuple[str, ...]
     supports: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     recipes: dict[str, Recipe] = {}
     adaptive: Recipe | None = None
     generates: bool = False
@@ -341,15 +343,23 @@ _SUMMARISING = Recipe(
     decays=True,
     data="--attention-dropout 0.1 --truncate-source",
 )
+# fairseq's examples/bart/README.glue.md, of RTE. The tokens are those of BART's hub interface.
+_CLASSIFYING = _FINE_TUNING._replace(
+    optimizer="--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-8 --clip-norm 0 "
+    "--weight-decay 0.01",
+    schedule="--lr 1e-5 --lr-scheduler polynomial_decay --warmup-updates 61",
+    data=f"{_FINE_TUNING.data} --add-prev-output-tokens --attention-dropout 0.1",
+)
 BART = Family(
     "BART",
     native="fairseq.models.bart:BARTModel",
     ours="lightseq_fairseq.plugins.bart:LSBARTModel",
-    data=TRANSLATION.data,
-    instead=TRANSLATION.instead,
-    tasks=_OF_PAIRS,
-    batches=TRANSLATION.batches,
-    recipes={"translation": _SUMMARISING},
+    data="sentence pairs or sentences with labels",
+    instead="--task translation, another translation task or sentence_prediction",
+    tasks=(*_OF_PAIRS, _SENTENCE_PREDICTION),
+    batches=(*TRANSLATION.batches, "lightseq_fairseq.training.batch.classes:PackingClasses"),
+    needs=("--add-prev-output-tokens",),
+    recipes={"translation": _SUMMARISING, "sentence_prediction": _CLASSIFYING},
     generates=True,
     packs_pairs=True,
     exports=True,

@@ -61,7 +61,7 @@ def read(source: Path) -> Trained:
             source_dictionary=_stand_in(source_size), target_dictionary=_stand_in(target_size)
         )
         options = copy.copy(args)
-        options.load_checkpoint_heads = True  # RoBERTa's classification heads
+        options.load_checkpoint_heads = True  # classification heads
         model = models.build_model(options, task)
         model.load_state_dict(state["model"], strict=True)
     except Exception as error:  # fairseq and torch raise many types here
@@ -228,6 +228,11 @@ def to_ctranslate2(
 
     if trained.family.not_ctranslate2:
         raise UserError(trained.family.not_ctranslate2)
+    if getattr(trained.model, "classification_heads", None):
+        raise UserError(
+            "CTranslate2 has no classification heads: export this model with --to fairseq or --to "
+            "safetensors."
+        )
     if isinstance(trained.model, FairseqLanguageModel):
         output_layer = trained.model.decoder.output_projection
         if output_layer is None:

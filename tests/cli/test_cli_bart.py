@@ -152,3 +152,43 @@ def test_a_language_without_a_token_is_refused(data: Path, tmp_path: Path, langs
     words = [data, *SMALL, "--task", "translation_from_pretrained_bart", *langs.split()]
     done = cli_runs.run("train", *words, "--save-dir", tmp_path)
     assert done.exit_code and "--langs must list all languages" in done.output
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("classes")
+    raw = parity.write_classes(folder / "raw")
+    for part in ("input0", "input1", "label"):
+        words = ["--only-source", "--srcdict", raw / part / "dict.txt"]
+        words += ["--trainpref", raw / part / "train", "--validpref", raw / part / "valid"]
+        cli_runs.succeed("preprocess", *words, "--destdir", folder / "bin" / part)
+    return folder / "bin"
+
+
+CLASSES = [*SMALL, "--task", "sentence_prediction", "--num-classes", "3", "--max-positions", "32"]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_sentences_with_labels(
+    classes: Path, tmp_path: Path, native: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    more = ["--native"] * native
+    log = cli_runs.succeed("train", classes, *CLASSES, "--save-dir", tmp_path, *more)
+    recipe = BART.recipes["sentence_prediction"]
+    assert recipe.data in log.splitlines()[0] and "note:" not in log
+    assert ("step: eager, packed tokens" in caplog.text) != native
+    words = ["--task", "sentence_prediction", "--num-classes", "3", "--cpu", *more]
+    last = tmp_path / "checkpoint_last.pt"
+    assert " | accuracy " in cli_runs.succeed("validate", classes, *words, "--path", last)
+    words = ["--to", "safetensors", "--output", tmp_path / "out", "--data", classes]
+    cli_runs.succeed("export", last, *words)
+    done = cli_runs.run("export", last, "--to", "ctranslate2", "--data", classes)
+    assert done.exit_code and "CTranslate2 has no classification heads" in done.output
+
+
+def test_what_a_head_reads_must_be_there(classes: Path, tmp_path: Path) -> None:
+    """A command that names its parts is fairseq's, and gets no flag of the recipe."""
+    parts = ["--optimizer", "adam", "--criterion", "sentence_prediction", "--lr", "0.1"]
+    done = cli_runs.run("train", classes, *CLASSES, *parts, "--save-dir", tmp_path)
+    assert done.exit_code and "needs --add-prev-output-tokens with --task" in done.output
