@@ -138,6 +138,7 @@ _FROM_MBART = Recipe(
     decays=True,
     data="--dropout 0.3 --attention-dropout 0.1",
 )
+_OF_HEADS = ("--pooler-activation-fn", "--pooler-dropout")  # BART's flags, of sentences with labels
 _OF_PAIRS = (
     Task(
         "translation",
@@ -145,6 +146,7 @@ _OF_PAIRS = (
         "sentence pairs",
         _TRANSLATING,
         ("setup_task", "load_dictionary", "load_dataset"),
+        unread=_OF_HEADS,
         dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
     ),
     Task(
@@ -153,7 +155,10 @@ _OF_PAIRS = (
         "sentence pairs",
         _FROM_MBART,
         ("setup_task", "load_dictionary", "load_dataset"),
-        unread=("--truncate-source", "--num-batch-buckets", "--required-seq-len-multiple"),
+        unread=(
+            *("--truncate-source", "--num-batch-buckets", "--required-seq-len-multiple"),
+            *_OF_HEADS,
+        ),
         dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
         symbols=("[{langs}]", "<mask>"),
     ),
