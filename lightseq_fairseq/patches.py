@@ -135,7 +135,7 @@ PATCHES = (
       for scorer in ("bleu:SacrebleuScorer", "chrf:ChrFScorer", "wer:WerScorer")),
     Patch("repair", "fairseq.tasks.translation:TranslationTask._inference_with_bleu",
         "fairseq_compat.scoring:_inference_with_bleu",
-        "--eval-bleu is 0 for Chinese, Japanese and Korean: 13a does not split them into words"),
+        "--eval-bleu: 13a does not split Chinese, Japanese and Korean; mBART's last token counts"),
     Patch("repair", "fairseq.file_chunker_utils:find_offsets", "fairseq_compat.lines:find_offsets",
         _CR, instead=True, everywhere=True),
     Patch("repair", "fairseq.file_chunker_utils:Chunker.__enter__", "fairseq_compat.lines:enter",

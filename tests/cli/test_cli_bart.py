@@ -116,6 +116,22 @@ def test_validation(data: Path, run: tuple[str, Path, str]) -> None:
     assert " | valid | " in cli_runs.succeed("validate", *words)
 
 
+def test_validation_has_the_bleu_of_generate(
+    data: Path, tmp_path: Path, run: tuple[str, Path, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The language's token, which ends a sentence, counts in neither."""
+    caplog.set_level(logging.INFO)
+    words = [data, *flags_of(run[0]), "--path", run[1], "--gen-subset", "valid", "--cpu"]
+    log = cli_runs.succeed("generate", *words, "--beam", "2", "--max-len-b", "9")
+    (generated,) = re.findall(r"\|version:\S+ = (\S+) ", log)
+    start = ["--restore-file", run[1], "--reset-optimizer", "--reset-dataloader", "--lr", "0"]
+    search = ["--eval-bleu", "--eval-bleu-args", '{"beam": 2, "max_len_b": 9}']
+    words = [data, *SMALL, *flags_of(run[0]), *start, *search, "--save-dir", tmp_path]
+    cli_runs.succeed("train", *words, "--max-update", "1")
+    (validated,) = set(re.findall(r"\| bleu (\S+)", caplog.text))
+    assert float(validated) == float(generated) > 0
+
+
 @pytest.mark.parametrize("kind", ["fairseq", "safetensors"])
 def test_export(data: Path, tmp_path: Path, run: tuple[str, Path, str], kind: str) -> None:
     words = ["--to", kind, "--output", tmp_path / "out", "--data", data]
