@@ -16,6 +16,8 @@ Checkpoint = dict[str, Any]
 
 EPOCHS = re.compile(r"checkpoint(\d+)\.pt")
 UPDATES = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+_NAMES = {EPOCHS: "checkpoint<epoch>.pt", UPDATES: "checkpoint_<epoch>_<updates>.pt"}
+_KEPT = {EPOCHS: "without --no-epoch-checkpoints", UPDATES: "with --save-interval-updates"}
 
 
 @own("lightseq-average")
@@ -150,14 +152,16 @@ def _chosen(
             "--num-epoch-checkpoints and --num-update-checkpoints choose checkpoints in a folder: "
             "set --inputs to one folder."
         )
-    found = _numbered(inputs[0], EPOCHS if updates is None else UPDATES, bound)
+    kind = EPOCHS if updates is None else UPDATES
+    if not _numbered(inputs[0], kind, None):
+        raise _none_kept(inputs[0], kind)
+    found = _numbered(inputs[0], kind, bound)
     if len(found) < count:
-        name = "checkpoint<epoch>.pt" if updates is None else "checkpoint_<epoch>_<updates>.pt"
         up_to = "" if bound is None else f" up to {bound}"
         raise UserError(
-            f"{inputs[0]} contains only {len(found)} of {count} checkpoints named {name}{up_to}: "
-            "ask for fewer, or train longer and keep more of them (--keep-last-epochs, "
-            "--keep-interval-updates)."
+            f"{inputs[0]} contains only {len(found)} of {count} checkpoints named {_NAMES[kind]}"
+            f"{up_to}: {'ask for fewer' if found else 'raise --checkpoint-upper-bound'}, or train "
+            "longer and keep more of them (--keep-last-epochs, --keep-interval-updates)."
         )
     return found[:count]
 
@@ -168,12 +172,16 @@ def _all_of(path: Path) -> list[Path]:
         return [path]
     found = _numbered(path, EPOCHS, None) or _numbered(path, UPDATES, None)
     if not found:
-        raise UserError(
-            f"{path} contains no checkpoints named checkpoint<epoch>.pt or "
-            "checkpoint_<epoch>_<updates>.pt: set --inputs to the --save-dir of a run that keeps "
-            "them."
-        )
+        raise _none_kept(path, EPOCHS, UPDATES)
     return found
+
+
+def _none_kept(folder: Path, *kinds: re.Pattern[str]) -> UserError:
+    names, flags = (" or ".join(words[kind] for kind in kinds) for words in (_NAMES, _KEPT))
+    return UserError(
+        f"{folder} contains no checkpoints named {names}. A run keeps them {flags}. "
+        "Otherwise use checkpoint_best.pt itself."
+    )
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str], bound: int | None) -> list[Path]:

@@ -1,4 +1,4 @@
-"""``lightseq-export``: a trained model for stock fairseq, CTranslate2 or safetensors."""
+"""``lightseq-export``: a trained model for fairseq, CTranslate2, Hugging Face or safetensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ QUANTIZATIONS = (
 @own("lightseq-export")
 @click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.option(
-    "--to", required=True, type=click.Choice(["fairseq", "ctranslate2", "safetensors"]),
+    "--to", required=True,
+    type=click.Choice(["fairseq", "ctranslate2", "huggingface", "safetensors"]),
     help="fairseq: a checkpoint for stock fairseq. ctranslate2: a model folder for CTranslate2. "
+    "huggingface: a folder that AutoModel.from_pretrained of transformers loads. "
     "safetensors: a folder with model.safetensors, config.json (the options) and the dictionaries.",
 )  # fmt: skip
 @click.option(
@@ -38,9 +40,14 @@ QUANTIZATIONS = (
     "--quantization", type=click.Choice(QUANTIZATIONS),
     help="Number format of the weights, with --to ctranslate2  [default: float32]",
 )  # fmt: skip
+@click.option(
+    "--tokenizer", metavar="FOLDER", type=click.Path(path_type=Path),
+    help="Folder of transformers whose tokenizer the model uses, with --to huggingface: its files "
+    "are copied  [default: none]",
+)  # fmt: skip
 def main(
     source: Path, to: str, output: Path | None, force: bool, data: str | None,
-    quantization: str | None,
+    quantization: str | None, tokenizer: Path | None,
 ) -> None:  # fmt: skip
     """Export the model of a checkpoint that lightseq-train or fairseq-train wrote.
 
@@ -59,9 +66,11 @@ def main(
         )
     if quantization and to != "ctranslate2":
         raise UserError("--quantization needs --to ctranslate2: add it, or remove --quantization.")
+    if tokenizer and to != "huggingface":
+        raise UserError("--tokenizer needs --to huggingface: add it, or remove --tokenizer.")
     if to != "fairseq":
-        _require(to)
-    from lightseq_fairseq.checkpoints import export
+        _require(to, "safetensors" if to == "huggingface" else to)
+    from lightseq_fairseq.checkpoints import export, huggingface
 
     trained = export.read(source)
     if to == "fairseq":
@@ -72,18 +81,19 @@ def main(
         found = export.find_dictionaries(trained, data)
         if to == "ctranslate2":
             export.to_ctranslate2(trained, found, output, quantization)
+        elif to == "huggingface":
+            huggingface.to_huggingface(trained, found, output, tokenizer)
         else:
             export.to_safetensors(trained, found, output)
     click.echo(f"wrote {output}")
 
 
-def _require(package: str) -> None:
+def _require(to: str, package: str) -> None:
     try:
         importlib.import_module(package)
     except ImportError as error:
         raise UserError(
-            f"--to {package} needs a package that is not installed ({error}): run pip install "
-            f"{package}."
+            f"--to {to} needs a package that is not installed ({error}): run pip install {package}."
         ) from error
 
 

@@ -18,7 +18,7 @@ from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
 from lightseq_fairseq.cli.translate.text_output import output_text, text_output
-from lightseq_fairseq.cli.words.defaults import is_given
+from lightseq_fairseq.cli.words.argv import is_given
 from lightseq_fairseq.fairseq_compat import scoring
 
 

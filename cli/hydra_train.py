@@ -15,11 +15,12 @@ import click
 
 from lightseq_fairseq import cli
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import PREFIX
 from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.start.launch import environment, launcher, sentences, typed
 from lightseq_fairseq.cli.start.ranks import Ranks
-from lightseq_fairseq.cli.words import command_lines, defaults, registries
+from lightseq_fairseq.cli.words import command_lines, registries
 from lightseq_fairseq.fairseq_compat import deprecations, patching
 
 _NOT_SET = "???"  # Hydra's mark of a setting without a value
@@ -254,7 +255,7 @@ def _with_prefix(group: str, name: str, arch: str | None) -> str:
     if we have one of this name, unless an override on the command line chose the component."""
     from hydra.core.hydra_config import HydraConfig
 
-    ours = f"{defaults.PREFIX}{name}"
+    ours = f"{PREFIX}{name}"
     is_ours = registries.is_fused(arch) and group in ("optimizer", "criterion")
     if not is_ours or ours not in _registry(group):
         return name

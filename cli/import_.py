@@ -1,4 +1,4 @@
-"""``lightseq-import``: converts a checkpoint of the original LightSeq to fairseq's format."""
+"""``lightseq-import``: converts a model of Hugging Face or of the original LightSeq to fairseq."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ import click
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.commands import own
-from lightseq_fairseq.cli.words.defaults import flag_of
+from lightseq_fairseq.cli.words.argv import flag_of
 
 
 @own("lightseq-import")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("source", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
-def main(checkpoint: Path, output: Path) -> None:
-    """Convert CHECKPOINT, of the original LightSeq 2 or 3, to a fairseq checkpoint OUTPUT.
+def main(source: Path, output: Path) -> None:
+    """Convert SOURCE to a fairseq checkpoint, which fairseq and this package can use.
 
-    OUTPUT has the same weights and no optimizer state. fairseq and this package can use it:
+    SOURCE is a folder of Hugging Face transformers: config.json, the weights (safetensors or
+    pytorch_model.bin, in one file or several) and the tokenizer. OUTPUT becomes a folder with
+    model.pt, dict.txt and, if the model knows languages, languages.txt:
+
+    \b
+        lightseq-import roberta-base roberta
+        lightseq-train DATA --arch ls_roberta --finetune-from-model roberta/model.pt
+
+    Or SOURCE is a checkpoint of the original LightSeq 2 or 3. OUTPUT becomes a checkpoint with the
+    same weights and no optimizer state:
 
     \b
         lightseq-import lightseq/checkpoint_best.pt model.pt
@@ -27,6 +36,42 @@ def main(checkpoint: Path, output: Path) -> None:
     """
     if output.exists():
         raise UserError(f"{output} exists already: choose another OUTPUT.")
+    if source.is_dir():
+        _hugging_face(source, output)
+    else:
+        _original_lightseq(source, output)
+
+
+def _hugging_face(source: Path, output: Path) -> None:
+    from lightseq_fairseq.base import files
+    from lightseq_fairseq.checkpoints import huggingface, saving
+
+    state, vocabularies = huggingface.to_native(source)
+    args = state["args"]
+    args.data = str(output.resolve())
+    names = {side: f"dict.{getattr(args, f'{side}_lang', None)}.txt" for side in vocabularies}
+    if len(names) == 1:
+        names = {"source": "dict.txt"}
+    with files.placed(output) as place:
+        place.mkdir()
+        saving.save(saving.own_storage(state), str(place / "model.pt"))
+        for side, known in vocabularies.items():
+            known.dictionary().save(str(place / names[side]))
+            if known.languages:
+                text = "".join(f"{language}\n" for language in known.languages)
+                (place / "languages.txt").write_text(text, encoding="utf-8")
+    dictionary = " ".join(
+        f"--{flag}dict {output / name}" for flag, name in zip(("src", "tgt"), names.values())
+    )
+    joined = " --joined-dictionary" if args.arch == "transformer" and len(names) == 1 else ""
+    click.echo(
+        f"wrote {output}; to train it further:\n"
+        f"lightseq-preprocess ... {dictionary}{joined}\n"
+        f"lightseq-train DATA --arch ls_{args.arch} --finetune-from-model {output / 'model.pt'}"
+    )
+
+
+def _original_lightseq(checkpoint: Path, output: Path) -> None:
     from lightseq_fairseq.checkpoints import original_lightseq, saving
 
     # isort: split

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import re
 import sys
 import time
@@ -20,7 +19,7 @@ from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.output import Lines, UnknownWords
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.translate.text_output import output_text, text_output
-from lightseq_fairseq.cli.words.defaults import is_given, with_options
+from lightseq_fairseq.cli.words.argv import is_given, is_native, with_options
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.lines import buffered_read
 from lightseq_fairseq.generation.texts import Translation
@@ -74,13 +73,12 @@ class _AtOnce(Lines):
 
 def _translate(texts: TextIO | None, fairseq_main: Callable[[Any], None], cfg: Any) -> None:
     out = _AtOnce(texts)
-    is_native = not os.path.basename(sys.argv[0]).startswith("lightseq-")
     try:
         with (
             contextlib.redirect_stdout(out),
             patching.within("fairseq_cli.interactive:buffered_read", buffered_read),
         ):
-            (fairseq_main if is_native else _answer)(cfg)
+            (fairseq_main if is_native() else _answer)(cfg)
     except Exception as error:
         # fairseq's number is the index in the buffer; add the number of lines before the buffer.
         found = re.match(r"Size of sample #(\d+)", str(error))
@@ -91,7 +89,9 @@ def _translate(texts: TextIO | None, fairseq_main: Callable[[Any], None], cfg: A
         raise type(error)(text).with_traceback(error.__traceback__) from error
     finally:
         if (note := out.unknown.sentence()) is not None:
-            click.echo(f"lightseq-interactive: note: {note}", err=True)
+            subwords = "--bpe subword_nmt --bpe-codes FILE --remove-bpe"
+            advice = "" if cfg.bpe else f" For subwords of subword-nmt, add {subwords}."
+            click.echo(f"lightseq-interactive: note: {note}{advice}", err=True)
 
 
 def _answer(cfg: Any) -> None:

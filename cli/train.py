@@ -11,6 +11,7 @@ import click
 from lightseq_fairseq.cli.start import ranks
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.words import defaults, registries
+from lightseq_fairseq.cli.words.argv import ARCH, is_given, value, with_options, without_prefixes
 
 
 @launcher("train")
@@ -43,7 +44,7 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
     \b
         lightseq-train data-bin/wmt14_en_de --arch ls_transformer_wmt_en_de_big_t2t
 
-    The options that you do not set get the values of the standard recipe: optimizer, criterion,
+    The options that you do not set get the values of the default recipe: optimizer, criterion,
     learning-rate schedule, batch size, number of updates, precision. The first line printed is the
     complete command. A command that sets the optimizer or the criterion keeps fairseq's defaults
     instead, so that a fairseq command with prefixes trains on the same data. A command without any
@@ -57,21 +58,21 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
 
     def complete(argv: list[str]) -> list[str]:
         if "--help" in argv:
-            arch = [] if defaults.is_given(argv, defaults.ARCH) else ["--arch", "ls_transformer"]
+            arch = [] if is_given(argv, ARCH) else ["--arch", "ls_transformer"]
             return defaults.complete([*arch, *argv], defaults.Machine())
         if not registries.uses_lightseq(argv):
             return argv
         from lightseq_fairseq.cli.checks import epoch  # imports numpy, which --help does not need
 
-        fused = registries.is_fused(defaults.value(argv, defaults.ARCH))
+        fused = registries.is_fused(value(argv, ARCH))
         recipe = registries.recipe_of(argv)
         added = defaults.missing(argv, _machine(argv), fused, recipe, epoch.of_command(argv))
-        argv = defaults.with_options(argv, added)
+        argv = with_options(argv, added)
         why = defaults.reason(argv, added, recipe)
         if native:
-            argv, added = registries.native_twin(argv), defaults.native_twin(added)
+            argv, added = registries.native_twin(argv), without_prefixes(added)
         completed.append((argv, added, why))
-        return defaults.with_options(argv, _log_format(argv))
+        return with_options(argv, _log_format(argv))
 
     # (all words of a run, words that we added, why they are not the recipe's)
     completed: list[tuple[list[str], list[str], str | None]] = []
@@ -94,7 +95,7 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
 def _machine(argv: list[str]) -> defaults.Machine:
     import torch
 
-    gpus = 0 if defaults.is_given(argv, ("--cpu",)) else torch.cuda.device_count()
+    gpus = 0 if is_given(argv, ("--cpu",)) else torch.cuda.device_count()
     return defaults.Machine(
         ranks=int(os.environ["WORLD_SIZE"]) if _torchrun() else max(gpus, 1),
         gpus=gpus,
@@ -111,14 +112,14 @@ def _is_first_rank(argv: list[str]) -> bool:
     """Whether this process is rank 0, or starts the ranks."""
     if _torchrun():
         return os.environ["RANK"] == "0"
-    if defaults.is_given(argv, ("--distributed-port",)):  # then fairseq takes the rank from Slurm
+    if is_given(argv, ("--distributed-port",)):  # then fairseq takes the rank from Slurm
         return os.environ.get("SLURM_PROCID", "0") == "0"
-    return (defaults.value(argv, ("--distributed-rank",)) or "0") == "0"
+    return (value(argv, ("--distributed-rank",)) or "0") == "0"
 
 
 def _log_format(argv: list[str]) -> list[str]:
     """A progress bar on a terminal; plain lines if the output is redirected."""
-    if defaults.is_given(argv, ("--log-format", "--no-progress-bar")):
+    if is_given(argv, ("--log-format", "--no-progress-bar")):
         return []
     terminal = sys.stdout.isatty() and sys.stderr.isatty()
     return [] if terminal else ["--log-format", "simple"]

@@ -11,7 +11,7 @@ import click
 from lightseq_fairseq.base import families
 from lightseq_fairseq.cli.checks.checkpoints import saved
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
-from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words.argv import is_given, value
 
 
 @launcher("validate")
@@ -43,15 +43,15 @@ _SENTENCES = _reading("sentences with labels")
 def _complete(words: list[str]) -> list[str]:
     """The words with the flags that fairseq-validate has no defaults for and fails without."""
     added: list[str] = []
-    if not defaults.is_given(words, ("--max-tokens", "--batch-size", "--max-sentences")):
+    if not is_given(words, ("--max-tokens", "--batch-size", "--max-sentences")):
         added += ["--max-tokens", "4096"]
-    given = defaults.value(words, ("--task",))
+    given = value(words, ("--task",))
     candidates = _tasks(words) if given is None else (given,)
     trained: dict[str, Any] = {}
     if len(candidates) > 1 or candidates[0] in _SENTENCES:
         from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
-        trained = settings_of(saved(defaults.value(words, ("--path",))), "task")
+        trained = settings_of(saved(value(words, ("--path",))), "task")
     name = trained.get("_name") or trained.get("task")
     task = str(name) if name in candidates else candidates[0]
     if given is None:
@@ -59,10 +59,10 @@ def _complete(words: list[str]) -> list[str]:
     if task == "sentence_prediction":
         head = str(trained.get("classification_head_name") or "sentence_classification_head")
         wanted = {"--num-classes": str(trained.get("num_classes", -1))}
-        if not defaults.is_given(words, ("--criterion",)):  # the task reads its settings
+        if not is_given(words, ("--criterion",)):  # the task reads its settings
             wanted |= {"--criterion": task, "--classification-head-name": head}
         for flag, text in wanted.items():
-            if not defaults.is_given(words, (flag,)):
+            if not is_given(words, (flag,)):
                 added += [flag, text]
         if trained.get("regression_target"):
             added.append("--regression-target")

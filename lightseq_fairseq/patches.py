@@ -244,6 +244,8 @@ PATCHES = (
         "refuses a second run in the same checkpoint folder"),
     Patch("scoped", "fairseq_cli.train:should_stop_early", "training.process:main",
         "ends training after the update in which a signal arrived"),
+    Patch("scoped", "fairseq.checkpoint_utils:load_checkpoint", "training.process:main",
+        "says why there is nothing to train"),
     Patch("scoped", "fairseq_cli.train:train", "training.process:main",
         "logs model, data, precision and step before the first update"),
     Patch("scoped", "fairseq_cli.train:validate_and_save", "training.process:main",

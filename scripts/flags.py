@@ -46,11 +46,11 @@ from lightseq_fairseq.base.families import (
 from lightseq_fairseq.cli import generate, train
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.cli.words import command_lines, registries
+from lightseq_fairseq.cli.words.argv import flag_of
 from lightseq_fairseq.cli.words.command_lines import actions_of
 from lightseq_fairseq.cli.words.completions import LIST
-from lightseq_fairseq.cli.words.defaults import flag_of
 from lightseq_fairseq.plugins import settings
-from lightseq_fairseq.plugins.settings import FALLBACK, HONOURED, REFUSED, SEVERAL_RANKS, UNREAD
+from lightseq_fairseq.plugins.settings import FALLBACK, REFUSED, SEVERAL_RANKS, UNREAD, WORKS
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 PARSERS = {
@@ -170,7 +170,9 @@ Type `lightseq-train --fairseq-help` to list all flags, and search this page for
 what `lightseq-train`, `-generate`, `-validate` and `-interactive` do with each flag of fairseq
 0.12.2, for `--task translation`. A dash means that fairseq's command has no such flag.
 
-* **honoured**: the flag has the same effect as in fairseq. Training uses the captured step.
+* **works**: the flag has the same effect as in fairseq. Training uses the *captured step*: on a
+  GPU, CUDA graphs, which are the reason of the speed
+  ([Train](train.md#the-captured-step-and-fairseqs-step)).
 * **fallback**: the flag has the same effect as in fairseq. Training uses fairseq's own step with
   the same layers. One line before the first update says "step: fairseq's own" and the reason.
 * **refused**: the command ends with a message: the flag, the reason, and what to do.
@@ -188,10 +190,10 @@ Rules for flags that are not in the table, and for special cases:
 * A command without any `ls_` part, or with `--native`, runs fairseq's own code. It refuses no
   flag of the tables for that reason, but it also refuses [wrong input](#wrong-input).
 * With `--task language_modeling`, the flags of the search in generate and interactive have the
-  same answers (`tests/flags/test_language_model_flags.py`). Three need a source and are refused:
+  same answers (`tests/flags/test_flags_prompts.py`). Three need a source and are refused:
   `--constraints`, `--print-alignment`, `--replace-unk`.
 
-A test runs the command of each row. If the answer is honoured or fallback, the test compares the
+A test runs the command of each row. If the answer is *works* or *fallback*, the test compares the
 result with fairseq's own command, and checks that the flag changes the result there.
 `tests/flags/test_flags_proofs.py` fails if a row has no such test.
 """
@@ -204,7 +206,7 @@ table above, and have the same answers in training. For precision, logs, ranks a
 `lightseq-eval-lm` has the answers of `lightseq-generate`. Settings of training have no effect in
 `lightseq-eval-lm`.
 
-A test runs each row, as above (`tests/flags/test_flags_of_text.py`).
+A test runs each row, as above (`tests/flags/test_flags_language_models.py`).
 """
 ROBERTA_INTRODUCTION = """\
 ## RoBERTa
@@ -438,10 +440,10 @@ def answer(column: str, name: str, row: Row, family: Family = TRANSLATION) -> tu
         return REFUSED if whole in NOT_WITH_OURS else of_whole, f"part of `{whole}`"
     fallbacks = {flag: fallback.reason for flag, fallback in settings.rows(command, FALLBACK)}
     if command == "train" and (whole == SEVERAL_RANKS or name in RANKS.split()):
-        return FALLBACK if name in fallbacks else HONOURED, "with several ranks"
+        return FALLBACK if name in fallbacks else WORKS, "with several ranks"
     if name in fallbacks:
         return FALLBACK, fallbacks[name]
-    return (FALLBACK if name in OTHER_LAYERS else HONOURED), ""
+    return (FALLBACK if name in OTHER_LAYERS else WORKS), ""
 
 
 def own_flags() -> dict[str, str]:

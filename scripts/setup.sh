@@ -86,5 +86,5 @@ case ${LIGHTSEQ_BUILD:-} in
     *) "$python" scripts/build_cuda.py --install-headers --if-useful ;;
 esac
 
-"$python" -m lightseq_fairseq.cli.doctor
+PATH=$PWD/.venv/bin:$PATH "$python" -m lightseq_fairseq.cli.doctor
 echo "setup: done; activate it with: . .venv/bin/activate"

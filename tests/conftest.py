@@ -78,16 +78,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gc.unfreeze = lambda: None
 
 
-_unfreeze = gc.unfreeze
-
-
 @pytest.fixture(scope="module", autouse=True)
 def no_garbage_left() -> Iterator[None]:
     """What a file's tests leave, such as pipes of data loading workers, goes with the file."""
     yield
     if gc.get_freeze_count():
-        _unfreeze()
-        gc.collect()
+        gc.collect()  # all but what was there before the file, which takes long to go through
         gc.freeze()
 
 

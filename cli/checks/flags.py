@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 
 import click
@@ -15,8 +14,7 @@ import click
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
-from lightseq_fairseq.cli.words import defaults
-from lightseq_fairseq.cli.words.defaults import flag_of
+from lightseq_fairseq.cli.words.argv import flag_of, is_given, is_native
 from lightseq_fairseq.plugins import conditions, settings
 from lightseq_fairseq.plugins.settings import REFUSED, SEVERAL_RANKS, WITHOUT, is_used, option
 
@@ -30,13 +28,13 @@ def name(action: argparse.Action) -> str:
 def supported(request: Request) -> None:
     """Checks the settings of a command, and prints a note for each one without effect.
 
-    With --native, the program is fairseq's, and all settings are supported.
+    With --native, all settings are supported.
 
     Raises:
         UserError: an unsupported setting; the message names it, the reason and what to do.
     """
     command, args = request.command, request.args
-    if not os.path.basename(sys.argv[0]).startswith("lightseq-"):
+    if is_native():
         return
     sentence = refusal(command, args)
     if sentence is not None:
@@ -70,7 +68,7 @@ def notes(
     """Yields a sentence for each setting of ``argv`` that has no effect."""
     family = conditions.family_of(args.arch) if command == "train" else None
     unread = settings.unread(command, args.task, family)
-    given = {name(a) for a in parser._actions if defaults.is_given(argv, a.option_strings)}
+    given = {name(a) for a in parser._actions if is_given(argv, a.option_strings)}
     for flag in sorted(given):
         if flag in unread:
             yield f"{flag} has no effect: fairseq-{command} does not use it."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, flags
-from lightseq_fairseq.cli.words.defaults import is_given
+from lightseq_fairseq.cli.words.argv import is_given
 
 
 def backend(request: Request) -> None:

@@ -6,8 +6,7 @@ import difflib
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
-from lightseq_fairseq.cli.words import defaults
-from lightseq_fairseq.cli.words.defaults import value
+from lightseq_fairseq.cli.words.argv import ARCH, value
 
 
 def registered(request: Request) -> None:
@@ -42,7 +41,7 @@ def task_fits_arch(request: Request) -> None:
 
     if "--help" in request.argv:  # help is also for those who look for a right task
         return
-    arch = value(request.argv, defaults.ARCH)
+    arch = value(request.argv, ARCH)
     name = value(request.argv, ("--task",)) or "translation"
     task = TASK_REGISTRY.get(name, object)  # fairseq reports a name that is not registered
     family = family_of(arch)

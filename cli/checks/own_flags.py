@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import registries
+from lightseq_fairseq.cli.words.argv import is_native
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +34,6 @@ def with_fp8(convert: Callable[..., Any], args: argparse.Namespace) -> Any:
     return cfg
 
 
-def _is_ours() -> bool:
-    """Whether the command runs our parts, without --native."""
-    return os.path.basename(sys.argv[0]) == "lightseq-train"
-
-
 def pack_tokens(request: Request) -> None:
     """Raises UserError if --pack-tokens does not fit the model, its data or the batch flags."""
     args = request.args
@@ -47,7 +41,7 @@ def pack_tokens(request: Request) -> None:
         return
     from fairseq.models import ARCH_MODEL_REGISTRY
 
-    if not _is_ours() or not getattr(ARCH_MODEL_REGISTRY.get(args.arch), "packs_tokens", False):
+    if is_native() or not getattr(ARCH_MODEL_REGISTRY.get(args.arch), "packs_tokens", False):
         raise UserError(
             "--pack-tokens needs a model that trains on packed tokens: use an --arch that begins "
             "with ls_transformer, without --native, or remove --pack-tokens."
@@ -76,7 +70,7 @@ def fp8(request: Request) -> None:
     args = request.args
     if not hasattr(args, "fp8"):
         return
-    if not _is_ours() or not registries.is_fused(args.arch):
+    if is_native() or not registries.is_fused(args.arch):
         raise UserError(
             "--fp8 needs our layers: use an --arch that begins with ls_, without --native, or "
             "remove --fp8."

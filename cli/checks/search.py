@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
-from lightseq_fairseq.cli.words.defaults import flag_of
+from lightseq_fairseq.cli.words.argv import flag_of, is_native
 
 # Options of generation -> why a language model cannot use them.
 _OF_TRANSLATION = {
@@ -54,12 +52,10 @@ def unknown_words(request: Request) -> None:
     path = getattr(args, "replace_unk", None)
     if path is None:
         return
-    joining = {
-        "fairseq-interactive": {"--remove-bpe": "post_process"},  # with --native
-        "lightseq-generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"},
-        "fairseq-generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"},
-    }
-    for flag, name in joining.get(os.path.basename(sys.argv[0]), {}).items():
+    joining = {"generate": {"--bpe": "bpe", "--tokenizer": "tokenizer"}}
+    if is_native():
+        joining["interactive"] = {"--remove-bpe": "post_process"}
+    for flag, name in joining.get(request.command, {}).items():
         if getattr(args, name, None):
             raise UserError(
                 f"--replace-unk cannot be used with {flag}, which joins the subwords of the source "

@@ -11,10 +11,11 @@ from typing import Any
 import click
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import PREFIX
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.checks.checkpoints import initial, saved
 from lightseq_fairseq.cli.words import registries
-from lightseq_fairseq.cli.words.defaults import PREFIX, flag_of, is_given
+from lightseq_fairseq.cli.words.argv import flag_of, is_given
 
 # They decide which parameters a model has and what it computes with them. Those of a classification
 # head are not among them: fine-tuning may train a new head.

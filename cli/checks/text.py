@@ -21,7 +21,7 @@ from lightseq_fairseq.cli.checks.pairs import (
     splits,
     subset_flag,
 )
-from lightseq_fairseq.cli.words.defaults import flag_of, is_given
+from lightseq_fairseq.cli.words.argv import flag_of, is_given
 from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
 

@@ -1,4 +1,4 @@
-"""Checks before fairseq starts: settings whose value is text that fairseq evaluates later."""
+"""Checks of single values: numbers, and text that fairseq evaluates later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import registries
-from lightseq_fairseq.cli.words.defaults import flag_of
+from lightseq_fairseq.cli.words.argv import flag_of
 
 
 def path(request: Request) -> None:

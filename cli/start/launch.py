@@ -29,7 +29,8 @@ from lightseq_fairseq.cli.start.commands import CommandError, OneSentence, versi
 from lightseq_fairseq.cli.start.logs import LEVEL, LEVELS
 from lightseq_fairseq.cli.start.old_lightseq import conflict
 from lightseq_fairseq.cli.start.ranks import Ranks, forked, sent_to_ranks
-from lightseq_fairseq.cli.words import command_lines, completions, defaults
+from lightseq_fairseq.cli.words import command_lines, completions
+from lightseq_fairseq.cli.words.argv import is_given
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 
@@ -153,7 +154,7 @@ def run_fairseq(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # If a rank cannot reach another one, torch would log each try with twenty lines of C++ trace.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not native and defaults.is_given(words, ("--retain-dropout",)):
+    if not native and is_given(words, ("--retain-dropout",)):
         # fairseq enables its dropout modules for this flag; the fused layers drop only in training.
         click.echo(
             f"lightseq-{command}: note: this run uses fairseq's own layers, because "
@@ -256,6 +257,6 @@ def _interrupted(request: Request, how: str) -> str:
     last = os.path.join(request.args.save_dir, f"checkpoint_last{suffix}.pt")
     if not os.path.isfile(last):
         return f"{how} before the first checkpoint; the same command starts anew."
-    begins = [flag for flag in messages.BEGINNING if defaults.is_given(request.argv, (flag,))]
+    begins = [flag for flag in messages.BEGINNING if is_given(request.argv, (flag,))]
     without = f" without {' '.join(begins)}" if begins else ""
     return f"{how}; the same command{without} resumes from {last}."

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from lightseq_fairseq.cli.words.argv import is_native
+
 LEVEL = "LIGHTSEQ_LOG_LEVEL"  # environment variable, which spawned ranks see too
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -68,8 +70,7 @@ def is_shown(record: logging.LogRecord) -> bool:
         return False
     if record.levelno < level or _is_in(_BEFORE_ERRORS, record):
         return False
-    is_native = not os.path.basename(sys.argv[0]).startswith("lightseq-")
-    return record.levelno >= logging.WARNING or is_native or not _is_in(_DETAILS, record)
+    return record.levelno >= logging.WARNING or is_native() or not _is_in(_DETAILS, record)
 
 
 def _is_in(table: Mapping[str, str], record: logging.LogRecord) -> bool:

@@ -7,7 +7,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -57,16 +56,8 @@ def sent_to_ranks() -> Iterator[Ranks]:
     A process that trains itself replaces this handler by its own, see ``training.stopping``.
     """
     ranks = Ranks()
-    before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, ranks.tell)
-    try:
+    with signals.handled(ranks.tell, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         yield ranks
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -56,8 +56,7 @@ class UnknownWords:
         are, were = ("is", "was") if self.unknown == 1 else ("are", "were")
         return (
             f"{self.unknown} of the {self.words} source words {are} not in the dictionary and "
-            f"{were} read as <unk>: check that the text was prepared in the same way as the "
-            "training data."
+            f"{were} read as <unk>: prepare the text as the training data were prepared."
         )
 
 

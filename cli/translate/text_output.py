@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import click
 
-from lightseq_fairseq.base import files
+from lightseq_fairseq.base import files, signals
 
 # The option of the commands that translate.
 output_text = click.option(
@@ -25,23 +25,17 @@ output_text = click.option(
 def text_output(path: Path) -> Iterator[TextIO]:
     """`files.atomic_writer` for UTF-8 text. A pipe or a device is written directly.
 
-    Use it in the main thread: only that can handle signals.
-
     Raises:
         UserError: as for `files.atomic_writer`.
         SystemExit: on SIGTERM or SIGHUP, with the shell's exit status, 128 + signal number.
     """
-    # Skip ignored signals: nohup ignores SIGHUP so that a process outlives its terminal.
-    ending = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
-    before = {number: signal.signal(number, _leave) for number in ending}
-    try:
-        with files.atomic_writer(path, streams=True) as file:
-            text = io.TextIOWrapper(file, encoding="utf-8", line_buffering=file.isatty())
-            yield text
-            text.flush()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with (
+        signals.handled(_leave, signal.SIGTERM, signal.SIGHUP),
+        files.atomic_writer(path, streams=True) as file,
+    ):
+        text = io.TextIOWrapper(file, encoding="utf-8", line_buffering=file.isatty())
+        yield text
+        text.flush()
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.words import registries
-from lightseq_fairseq.cli.words.defaults import flag_of
+from lightseq_fairseq.cli.words.argv import flag_of
 from lightseq_fairseq.fairseq_compat import patching
 
 # Command -> fairseq's function that makes its parser; None if fairseq has no such command.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words.argv import ARCH, value
 
 LIST = Path(__file__).with_name("completions.json")
 
@@ -30,7 +31,7 @@ def flags(command: str, words: Sequence[str]) -> list[str]:
         words = defaults.complete(words, defaults.Machine())
     task = "language_modeling" if command == "eval-lm" else "translation"
     for flag, components in listed["components"].items() if found else ():
-        named = defaults.value(words, defaults.ARCH if flag in defaults.ARCH else (flag,))
+        named = value(words, ARCH if flag in ARCH else (flag,))
         named = task if named is None and flag == "--task" else named
         for names, theirs in components.items():
             if named in names.split():
@@ -42,5 +43,5 @@ def values(words: Sequence[str]) -> list[str]:
     """The values that the flag before the next word may have; [] if the list has none."""
     flag = next((word for word in reversed(words) if word != "="), "")
     listed = _listed()
-    names = " ".join(listed["components"].get("--arch" if flag in defaults.ARCH else flag, ()))
+    names = " ".join(listed["components"].get("--arch" if flag in ARCH else flag, ()))
     return sorted((names or listed["choices"].get(flag, "")).split())

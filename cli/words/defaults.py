@@ -1,24 +1,18 @@
 """The default flags that ``lightseq-train`` adds to a command to make it complete.
 
-Pure functions on lists of command-line words; neither torch nor fairseq is imported. fairseq's
-parser accepts no abbreviations (``allow_abbrev=False``). So a flag is set if its name or an alias
-is on the command line, with or without ``=value``.
+Pure functions on lists of command-line words; neither torch nor fairseq is imported.
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lightseq_fairseq.base import families
-from lightseq_fairseq.base.families import Recipe
-
-PREFIX = "ls_"
-ARCH = ("--arch", "-a")
-PARTS = (("--optimizer",), ("--criterion",))
-REGISTERED = (ARCH, *PARTS)
+from lightseq_fairseq.base.families import PREFIX, Recipe
+from lightseq_fairseq.cli.words.argv import ARCH, PARTS, is_given, value, with_options
 
 
 class Machine(NamedTuple):
@@ -92,49 +86,6 @@ PRECISION = (
     "--memory-efficient-bf16",
     "--tpu",
 )
-
-
-def flag_of(setting: str) -> str:
-    """The flag of a setting that has this name in fairseq's namespace."""
-    return "--" + setting.replace("_", "-")
-
-
-def values(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yields (word index, first character, text) of each value that ``argv`` gives to a flag.
-
-    ``flags`` are the names of the flag. Without a value nothing is yielded. Words after ``--`` are
-    operands.
-    """
-    for index, word in enumerate(argv):
-        if word == "--":
-            return
-        for flag in flags:
-            if word == flag:
-                if index + 1 < len(argv):
-                    yield index + 1, 0, argv[index + 1]
-            elif word.startswith(flag + "="):
-                yield index, len(flag) + 1, word[len(flag) + 1 :]
-            elif len(flag) == 2 and word.startswith(flag):  # argparse takes -aARCH too
-                yield index, 2, word[2:]
-
-
-def value(argv: Sequence[str], flags: Sequence[str]) -> str | None:
-    """The effective (last) value of a flag that has the names ``flags``, or None."""
-    found = [text for _, _, text in values(argv, flags)]
-    return found[-1] if found else None
-
-
-def is_given(argv: Sequence[str], flags: Sequence[str]) -> bool:
-    """Whether one of the long ``flags`` is on the command line, with or without a value."""
-    words = list(argv)
-    if "--" in words:
-        words = words[: words.index("--")]
-    return any(word.partition("=")[0] in flags for word in words)
-
-
-def uses_lightseq(argv: Sequence[str]) -> bool:
-    """Whether the arch, the optimizer or the criterion of the command is one of ours, by name."""
-    return any((value(argv, flags) or "").startswith(PREFIX) for flags in REGISTERED)
 
 
 def is_converted(argv: Sequence[str], recipe: Recipe) -> bool:
@@ -249,13 +200,6 @@ def reason(argv: Sequence[str], added: Sequence[str], recipe: Recipe) -> str | N
     return f"warm-up: {warm_up} updates, a tenth of the run ({given}); the recipe's are {usual}"
 
 
-def with_options(argv: Sequence[str], options: Sequence[str]) -> list[str]:
-    """``argv`` with further options, before a ``--`` if there is one."""
-    words = list(argv)
-    end = words.index("--") if "--" in words else len(words)
-    return [*words[:end], *options, *words[end:]]
-
-
 def complete(argv: Sequence[str], machine: Machine) -> list[str]:
     """``argv`` with the `missing` words added."""
     return with_options(argv, missing(argv, machine))
@@ -270,15 +214,6 @@ def note(argv: Sequence[str]) -> str | None:
         "recipe sets it only if --lr-scheduler is not set, and --optimizer and --criterion are not "
         "set or the recipe's own."
     )
-
-
-def native_twin(argv: Sequence[str]) -> list[str]:
-    """The same command with fairseq's own arch, optimizer and criterion in place of ours."""
-    words = list(argv)
-    for flags in REGISTERED:
-        for index, start, text in values(argv, flags):
-            words[index] = words[index][:start] + text.removeprefix(PREFIX)
-    return words
 
 
 def command_line(argv: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Tells our components from fairseq's, and the data of tasks, by classes in fairseq's registries.
 
 A class test also covers user classes (--user-dir) that extend ours. Before fairseq is imported,
-only names can be tested, see `defaults`.
+only names can be tested, see `argv`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.base.families import Recipe
+from lightseq_fairseq.base.families import PREFIX, Recipe
 from lightseq_fairseq.cli.words import defaults
-from lightseq_fairseq.cli.words.defaults import value
+from lightseq_fairseq.cli.words.argv import ARCH, REGISTERED, value, without_prefixes
 
 
 def function(cls: Any, name: str) -> Any:
@@ -58,11 +58,11 @@ def is_fused(arch: str | None) -> bool:
     return family_of(arch) is not None
 
 
-def has_adaptive_softmax(argv: Sequence[str]) -> bool:
+def asks_for_adaptive_softmax(argv: Sequence[str]) -> bool:
     """Whether the flags or the arch of the command give the model adaptive softmax."""
     from lightseq_fairseq.plugins.unsupported import settings_of
 
-    options = settings_of(value(argv, defaults.ARCH))
+    options = settings_of(value(argv, ARCH))
     given = value(argv, ("--adaptive-softmax-cutoff",))
     return bool(getattr(options, "adaptive_softmax_cutoff", None) if given is None else given)
 
@@ -71,8 +71,8 @@ def recipe_of(argv: Sequence[str]) -> Recipe:
     """The recipe of the command's model and task."""
     from lightseq_fairseq.plugins.conditions import family_of
 
-    family = family_of(value(argv, defaults.ARCH))
-    if has_adaptive_softmax(argv):
+    family = family_of(value(argv, ARCH))
+    if asks_for_adaptive_softmax(argv):
         return next(x.adaptive for x in families.FAMILIES if x.adaptive)
     return defaults.recipe_of(argv, family and family.recipes)
 
@@ -82,9 +82,11 @@ def uses_lightseq(argv: Sequence[str]) -> bool:
 
     fairseq is imported only for a --user-dir, which may register archs with any name.
     """
+    arch, *others = (value(argv, flags) or "" for flags in REGISTERED)
+    is_ours = any(name.startswith(PREFIX) for name in others)
     folder = value(argv, ("--user-dir",))
     if folder is None:
-        return defaults.uses_lightseq(argv)
+        return is_ours or arch.startswith(PREFIX)
     from lightseq_fairseq import fairseq_compat
 
     fairseq_compat.prepare()
@@ -93,9 +95,7 @@ def uses_lightseq(argv: Sequence[str]) -> bool:
     from lightseq_fairseq import plugins  # noqa: F401  (its import registers)
 
     utils.import_user_module(Namespace(user_dir=folder))
-    return is_fused(value(argv, defaults.ARCH)) or any(
-        (value(argv, flags) or "").startswith(defaults.PREFIX) for flags in defaults.PARTS
-    )
+    return is_ours or is_fused(arch)
 
 
 def native_twin(argv: Sequence[str]) -> list[str]:
@@ -104,8 +104,8 @@ def native_twin(argv: Sequence[str]) -> list[str]:
     Raises:
         UserError: the arch extends ours, and fairseq has no arch of the corresponding name.
     """
-    arch, twin = value(argv, defaults.ARCH), defaults.native_twin(argv)
-    if is_fused(arch) and is_fused(value(twin, defaults.ARCH)):
+    arch, twin = value(argv, ARCH), without_prefixes(argv)
+    if is_fused(arch) and is_fused(value(twin, ARCH)):
         raise UserError(
             f"--native finds no arch of fairseq that corresponds to --arch {arch}: use one of "
             "fairseq's, such as transformer."

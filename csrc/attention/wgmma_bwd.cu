@@ -309,7 +309,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& p, BwdTiles<kWidth>& til
 }
 
 template <typename T, int kWidth, bool kDrops, bool kCasts>
-__device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& tiles) {
+__device__ __forceinline__ void compute_gradients(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   using Tiles = BwdTiles<kWidth>;
   constexpr int kHalves = Tiles::kHalves, kRows = Tiles::kRows;
   constexpr int kQueryBox = kRows * kSwizzleBytes;
@@ -344,9 +344,9 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
       const WgmmaOperand own_v(v_box + group * 64 * kSwizzleBytes);
       const WgmmaOperand k_columns(k_box + (kHalves == 2 ? 0 : group * kBoxBytes), kBoxBytes);
       float dq[32];
-      const auto add = [&](int i) {
+      const auto add = [&](int step) {
         tiles.turn.wait(stage.index ^ 1);  // turns alternate as stages do; the next one has begun
-        add_dq<T, kCasts>(p, tiles, item, steps, i, group, row, dq);
+        add_dq<T, kCasts>(p, tiles, item, steps, step, group, row, dq);
         release(tiles.added);
       };
 
@@ -364,7 +364,7 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
       wait_for_queries();
       if (kHalves == 1) start_scores(0);
 #pragma unroll 1
-      for (int i = steps.end - 1;;) {
+      for (int step = steps.end - 1;;) {
         const uint32_t q_box = shared_address(tiles.q[stage.index]);
         const uint32_t dout_box = shared_address(tiles.dout[stage.index]);
         const uint32_t ds_box = shared_address(tiles.ds[stage.index]);
@@ -379,10 +379,10 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
           multiply_rows<T, kWidth>(dp, own_v, kBoxBytes, WgmmaOperand(dout_box + half_rows),
                                    kQueryBox);
           wgmma_commit();
-          if (kHalves == 2 && half == 0 && i < steps.end - 1) {
+          if (kHalves == 2 && half == 0 && step < steps.end - 1) {
             wgmma_wait<2>();
             wgmma_hold(dq);
-            add(i + 1);
+            add(step + 1);
           }
 
           // Of keys `key` and key + 8: bits of 64 queries, shifted so that the highest bits of the
@@ -392,10 +392,10 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
 #pragma unroll
             for (int below = 0; below < 2; ++below) {
 #pragma unroll
-              for (int group = 0; group < 2; ++group) {
-                const uint32_t word = tiles.keep[stage.index][half * 2 + group][key + below * 8];
-                even[below][group] = word << (7 - 2 * c);
-                odd[below][group] = word << (6 - 2 * c);
+              for (int part = 0; part < 2; ++part) {
+                const uint32_t word = tiles.keep[stage.index][half * 2 + part][key + below * 8];
+                even[below][part] = word << (7 - 2 * c);
+                odd[below][part] = word << (6 - 2 * c);
               }
             }
           }
@@ -412,7 +412,7 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
             s[e + 2] = exp2_approximate(fmaf(s[e + 2], scale, -shift.x));
             s[e + 3] = exp2_approximate(fmaf(s[e + 3], scale, -shift.y));
           }
-          const int first_query = i * kRows + half * 64;
+          const int first_query = step * kRows + half * 64;
           if (item.start + kTile > item.length_k ||
               (p.causal && first_query < item.start + kTile - 1)) {
             int first_seen[2];  // for each of the two keys: the first query that attends to it
@@ -488,13 +488,13 @@ __device__ __forceinline__ void multiply(const BwdParams& p, BwdTiles<kWidth>& t
         tiles.empty[stage.index].arrive();
         stage.advance();
         // The end of the loop is here, because ptxas would wait for products that an `if` starts.
-        if (--i < steps.begin) break;
+        if (--step < steps.begin) break;
         wait_for_queries();
         if (kHalves == 1) {
           start_scores(0);
           wgmma_wait<1>();
           wgmma_hold(dq);
-          add(i + 1);
+          add(step + 1);
         }
       }
       wgmma_wait<0>();
@@ -556,7 +556,7 @@ __global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_bwd_kernel(
   griddepcontrol_wait();
   if (threadIdx.x >= kWarpgroup) {
     setmaxnreg_inc<kConsumerRegisters>();
-    multiply<T, kWidth, kDrops, kCasts>(p, tiles);
+    compute_gradients<T, kWidth, kDrops, kCasts>(p, tiles);
   } else {
     setmaxnreg_dec<kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;

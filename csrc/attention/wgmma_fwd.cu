@@ -99,7 +99,7 @@ __device__ __forceinline__ void zero_values(const FwdParams& p, FwdTiles<kWidth>
 }
 
 template <typename T, int kWidth, bool kDrops, bool kCasts>
-__device__ __forceinline__ void multiply(const FwdParams& p, FwdTiles<kWidth>& tiles) {
+__device__ __forceinline__ void attend(const FwdParams& p, FwdTiles<kWidth>& tiles) {
   const int group = of_warp(threadIdx.x / kWarpgroup) - 1, lane = threadIdx.x % kWarp;
   const int c = lane % 4;
   const int row = group * kWgmmaM + threadIdx.x % kWarpgroup / kWarp * 16 + lane / 4;  // and + 8
@@ -310,7 +310,7 @@ __global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_fwd_kernel(
   // An SM has 64 Ki registers, which is 168 per thread.
   if (threadIdx.x >= kWarpgroup) {
     setmaxnreg_inc<232>();
-    multiply<T, kWidth, kDrops, kCasts>(p, tiles);
+    attend<T, kWidth, kDrops, kCasts>(p, tiles);
   } else {
     setmaxnreg_dec<40>();
     if (threadIdx.x == 0) load(p, tiles);

@@ -155,11 +155,22 @@ __host__ __device__ constexpr bool has_slope(Activation activation) {
   return activation == Activation::kGelu || activation == Activation::kGeluAccurate;
 }
 
-// Calls function(constant) for all activations.
+// These call function(constant): for all activations, all but the identity, those with a slope.
 template <typename Function>
 void dispatch_activation(Activation activation, Function&& function) {
   dispatch_value<Activation::kIdentity, Activation::kRelu, Activation::kGelu,
                  Activation::kGeluAccurate>(activation, function);
+}
+
+template <typename Function>
+void dispatch_nonlinear(Activation activation, Function&& function) {
+  dispatch_value<Activation::kRelu, Activation::kGelu, Activation::kGeluAccurate>(activation,
+                                                                                  function);
+}
+
+template <typename Function>
+void dispatch_with_slope(Activation activation, Function&& function) {
+  dispatch_value<Activation::kGelu, Activation::kGeluAccurate>(activation, function);
 }
 
 inline Activation activation_of(const char* op, const std::string& name) {

@@ -215,7 +215,7 @@ std::optional<Results> by_tiles(const Tensor& x, const Tensor& weight, const Ten
                            .dropout = dropout};
     launch_tiles<Tiles>(kOp, linear_activation_fwd_kernel<T, chosen.value, drops.value>, params);
   };
-  dispatch_value<Activation::kGelu, Activation::kGeluAccurate>(activation, [&](auto chosen) {
+  dispatch_with_slope(activation, [&](auto chosen) {
     dispatch_16_bits(x.scalar_type(), [&](auto zero) {
       dispatch_value<false, true>(dropout.drops(), [&](auto drops) { start(zero, chosen, drops); });
     });

@@ -196,10 +196,9 @@ std::tuple<Tensor, Tensor, Tensor> fp8_linear_activation_fwd(
   const auto start = [&](auto chosen, auto drops) {
     launch_tiles<Tiles>(kOp, fp8_linear_activation_fwd_kernel<chosen.value, drops.value>, params);
   };
-  dispatch_value<Activation::kRelu, Activation::kGelu, Activation::kGeluAccurate>(
-      which, [&](auto chosen) {
-        dispatch_value<false, true>(dropout.drops(), [&](auto drops) { start(chosen, drops); });
-      });
+  dispatch_nonlinear(which, [&](auto chosen) {
+    dispatch_value<false, true>(dropout.drops(), [&](auto drops) { start(chosen, drops); });
+  });
   return all;
 }
 

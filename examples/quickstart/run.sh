@@ -72,4 +72,6 @@ lightseq-generate "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-l
 (cd "$root" && python3 -m examples.curves "$out/train.log" "$out/curves.svg" \
     --title "German number names to English")
 echo "after $SECONDS s: translations: $out/test.hyp.en   curves: $out/curves.svg"
+echo "translate a number: echo vierhundertsechs | lightseq-interactive $bin --beam 1 --max-len-b 40 \\
+    --path $checkpoints/checkpoint_last.pt --bpe subword_nmt --bpe-codes $text/codes --remove-bpe"
 lightseq-score --sys "$out/test.hyp.en" --reference "$text/test.en" --json "$out/bleu.json"

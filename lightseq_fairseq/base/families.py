@@ -1,13 +1,15 @@
-"""The families of models: all that other modules must know of a family stands in its record.
+"""The families of models: what other modules must know of a family stands in its record.
 
-A new family is a module with its model, and a record in `FAMILIES`. Classes are named by "module:
-class", so that this module imports nothing and --help stays fast.
+A new family is a module with its model, and a record in `FAMILIES`; `cli.checks` checks its data.
+Classes are named by "module:class", so that this module imports nothing and --help stays fast.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any, NamedTuple
+
+PREFIX = "ls_"  # of the names of our archs, optimizers and criteria
 
 
 def named(place: str) -> Any:

@@ -1,15 +1,37 @@
-"""The signals that end training, for the launcher and for the ranks."""
+"""The handlers of signals, and what a signal that ends training does in launcher and ranks."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # A second one ends the process at once.
 AT_ONCE = (signal.SIGTERM, signal.SIGINT)
 # Seconds in which two equal signals count as one: a sender may signal a process and its group.
 SAME = 1.0
+
+
+@contextmanager
+def handled(by: Callable[[int, Any], None] | signal.Handlers, *numbers: int) -> Iterator[None]:
+    """Within the block, these signals have the handler ``by``; afterwards, that of before.
+
+    Ignored signals stay ignored: nohup ignores SIGHUP so that a process outlives its terminal. In a
+    thread, for which Python allows no handlers, this does nothing.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, by)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def usual(number: int) -> Any:

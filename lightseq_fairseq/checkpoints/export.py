@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import textwrap
+import zipfile
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +49,8 @@ def read(source: Path) -> Trained:
         UserError: the file cannot be read, is not a checkpoint, or holds no such model.
     """
     try:
-        with source.open("rb") as file:
-            state = load_checkpoint(file, map_location="cpu")
+        # Tensors stay in the file until used: the optimizer state is never read.
+        state = load_checkpoint(str(source), map_location="cpu", mmap=zipfile.is_zipfile(source))
     except OSError as error:
         raise UserError(
             f"{source} cannot be read ({error.strerror or error}): check its path."
@@ -132,10 +133,12 @@ class Dictionaries(NamedTuple):
     Attributes:
         folder: the data folder.
         names: for "source", "target" and "label", the file's path in the folder.
+        words: for each, the word of each row, with those that the task adds.
     """
 
     folder: Path
     names: dict[str, str]
+    words: dict[str, list[str]]
 
 
 def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
@@ -190,7 +193,8 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
             )
     extra_state = trained.checkpoint.get("extra_state") or {}
     dictionaries.check(SimpleNamespace(**loaded), extra_state.get("dictionaries"))
-    return Dictionaries(folder, files_of)
+    words = {side: loaded[f"{side}_dictionary"].symbols for side in files_of}
+    return Dictionaries(folder, files_of, words)
 
 
 def to_fairseq(trained: Trained, output: Path) -> None:

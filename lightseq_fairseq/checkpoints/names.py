@@ -14,9 +14,9 @@ from fairseq.optim import OPTIMIZER_REGISTRY
 
 from lightseq_fairseq import plugins  # noqa: F401  (registers our names)
 from lightseq_fairseq.base import families
+from lightseq_fairseq.base.families import PREFIX
 from lightseq_fairseq.plugins.unsupported import unsupported_option
 
-_PREFIX = "ls_"
 _OWN_SETTINGS = ("pack_tokens", "fp8")  # settings of lightseq-train that fairseq does not know
 _REGISTRIES = {
     "arch": ARCH_MODEL_REGISTRY,
@@ -33,16 +33,16 @@ def native_name(kind: str, name: str) -> str:
         name: as on the command line, for example ``ls_transformer_iwslt_de_en``.
     """
     registry = _REGISTRIES[kind]
-    stripped = name[len(_PREFIX) :]
-    if name.startswith(_PREFIX) and name in registry and stripped in registry:
+    stripped = name[len(PREFIX) :]
+    if name.startswith(PREFIX) and name in registry and stripped in registry:
         return stripped
     # An architecture that a user has registered for one of our models. The file holds all options
     # that this architecture has set, so fairseq's base architecture of the model can replace it: a
     # base architecture only fills in missing options.
     extended = registry.get(name, object) if kind == "arch" else object
     models = (ours for ours, model in MODEL_REGISTRY.items() if issubclass(extended, model))
-    ours = next((ours for ours in models if ours.startswith(_PREFIX)), name)
-    return ours.removeprefix(_PREFIX) if ours.removeprefix(_PREFIX) in MODEL_REGISTRY else name
+    ours = next((ours for ours in models if ours.startswith(PREFIX)), name)
+    return ours.removeprefix(PREFIX) if ours.removeprefix(PREFIX) in MODEL_REGISTRY else name
 
 
 def native_cfg(cfg: Any, kind: str = "") -> Any:
@@ -91,7 +91,7 @@ def ls_arch(args: Any) -> tuple[str | None, str | None]:
         reason names the option; (None, None) if we have no counterpart of the model.
     """
     arch = getattr(args, "_name", None) or getattr(args, "arch", None) or ""
-    name, model = _PREFIX + arch, ARCH_MODEL_REGISTRY.get(arch)
+    name, model = PREFIX + arch, ARCH_MODEL_REGISTRY.get(arch)
     family = families.of_native(model)
     if family is None or name not in ARCH_MODEL_REGISTRY:
         return None, None

@@ -21,6 +21,7 @@ from fairseq.models import ARCH_MODEL_INV_REGISTRY
 from torch import Tensor
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.checkpoints import saving
 from lightseq_fairseq.checkpoints.names import native_cfg
 from lightseq_fairseq.fairseq_compat.checkpoints import is_original_lightseq
 from lightseq_fairseq.layers import sinusoidal_positions
@@ -90,20 +91,7 @@ def to_native(checkpoint: dict[str, Any]) -> dict[str, Any]:
     if torch.equal(*(model[name] for name in tables)):
         model[tables[1]] = model[tables[0]]
     model["decoder.output_projection.weight"] = model[tables[1]]
-    return {
-        "args": _native_args(args, model),
-        "model": model,
-        "optimizer_history": [
-            {
-                "criterion_name": "LabelSmoothedCrossEntropyCriterion",
-                "optimizer_name": "FairseqAdam",
-                "lr_scheduler_state": {},
-                "num_updates": 0,
-            }
-        ],
-        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0, "version": 2}},
-        "last_optimizer_state": None,
-    }
+    return saving.without_optimizer(_native_args(args, model), model)
 
 
 def _check(args: Any, source: Tensors) -> None:

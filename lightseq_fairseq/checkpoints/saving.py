@@ -37,6 +37,34 @@ def own_storage(state: Any) -> Any:
     return utils.apply_to_sample(own, state)
 
 
+def without_optimizer(
+    args: Any, model: dict[str, Tensor], dictionaries: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """A checkpoint that fairseq can read, and with which a run can begin.
+
+    Args:
+        args: the options, a Namespace.
+        dictionaries: their digests, see `base.dictionaries`; None: they are not known.
+    """
+    return {
+        "args": args,
+        "model": model,
+        "optimizer_history": [
+            {
+                "criterion_name": "LabelSmoothedCrossEntropyCriterion",
+                "optimizer_name": "FairseqAdam",
+                "lr_scheduler_state": {},
+                "num_updates": 0,
+            }
+        ],
+        "extra_state": {
+            "train_iterator": {"epoch": 1, "iterations_in_epoch": 0, "version": 2},
+            **({"dictionaries": dictionaries} if dictionaries else {}),
+        },
+        "last_optimizer_state": None,
+    }
+
+
 def save(state: Any, path: str, advice: str = "") -> None:
     """``torch.save`` to a local file, which is replaced atomically.
 

@@ -5,7 +5,7 @@ default), 0.12.3, the development head or fairseq-fixed 0.12.3.1. No repair depe
 number. Some test for their symptom, and are skipped if it is absent. ``import_only()`` imports
 fairseq without repairs.
 
-    patching      the list of all names that this package replaces in fairseq, including repairs
+    patching      replaces names of fairseq, as the list `lightseq_fairseq.patches` says
     importing     during fairseq's import: dataclasses, scikit-learn, logging; hydra's plugins
     command_line  --arch, --bf16 and --lr
     deprecations  calls that hydra and torch warn about

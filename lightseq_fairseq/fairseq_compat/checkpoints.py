@@ -178,14 +178,14 @@ def _load(file: Any, map_location: Any, allowed: list[Any], options: dict[str, A
                 f"{_name(file)} contains {refused[1]}, which is not part of a fairseq checkpoint "
                 "and could run code when it is loaded: if you trust the file, save it again "
                 "without that object."
-            ) from error
+            ) from None
         if _is_text(file):
             raise UserError(
                 f"{_name(file)} is a text file, not a checkpoint: check the path."
-            ) from error
+            ) from None
         raise UserError(
             f"{_name(file)} is truncated or corrupt: restore it, or use an earlier checkpoint."
-        ) from error
+        ) from None
 
 
 def _is_text(file: Any) -> bool:

@@ -21,10 +21,10 @@ from .numerics import column_sum, store_gradient, work_dtype
 from .philox import drop, dropped
 from .registry import Written, define
 
-#: fairseq's names: gelu is the erf form, gelu_accurate is the tanh approximation.
-ACTIVATIONS = ("identity", "relu", "gelu", "gelu_accurate")
-
-
+#: fairseq's names: gelu is the erf form, gelu_accurate is the tanh approximation. A new activation
+#: also changes ``ops/linear_activation.py`` (codes of the slope), ``layers/feed_forward.py``, all
+#: of ``csrc/linear/activation.cuh``, notes in ``scripts/flags.py``, and the tests of these ops.
+ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
 _APPROXIMATION = {"gelu": "none", "gelu_accurate": "tanh"}
 _FAR = 128.0  # above it gelu(x) is x with derivative 1; below -_FAR both are 0
 
@@ -46,7 +46,7 @@ def gelu(x: Tensor, activation: str, need_slope: bool) -> tuple[Tensor, Tensor]:
 class BiasActivationDropoutFwd(NamedTuple):
     """y [T, F] = dropout(activation(x + bias)), in x's dtype.
 
-    x: [T, F]. bias: [F] of x's dtype, or None. activation: one of ACTIVATIONS.
+    x: [T, F]. bias: [F] of x's dtype, or None. activation: one of ACTIVATIONS, or "identity".
     """
 
     x: Tensor
@@ -58,8 +58,8 @@ class BiasActivationDropoutFwd(NamedTuple):
         x, bias, activation, dropout = self
         check_rows(op, "x", x, ("T", "F"), FLOATS)
         check_vectors(op, x, (x.dtype,), bias=bias)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
+        if activation not in (allowed := ("identity", *ACTIVATIONS)):
+            raise ValueError(f"{op}: activation must be one of {allowed}, got {activation!r}")
         check_dropout(op, dropout, x)
 
     def shape(self) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Cast, Dropout, Operand, Quantised
-from .bias_activation_dropout import gelu
+from .bias_activation_dropout import ACTIVATIONS, gelu
 from .casting import check_cast, quantise, quantised_like
 from .checks import check_dropout
 from .linear import LinearFwd, empty_product, matrix, product, result_dtype
@@ -31,7 +31,6 @@ from .numerics import work_dtype
 from .philox import dropout_factors
 from .registry import define
 
-ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
 _STEPS, _ZERO, _NAN = 200, 28, 255
 
 

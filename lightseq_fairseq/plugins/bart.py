@@ -46,17 +46,6 @@ class LSBARTModel(LSTransformerModel, BARTModel):
     def spared(self) -> list[Tensor]:
         return [self.decoder.output_projection.weight]
 
-    def register_classification_head(
-        self,
-        name: str,
-        num_classes: int | None = None,
-        inner_dim: int | None = None,
-        **options: Any,
-    ) -> None:
-        """As in fairseq; then the parameters are flattened again."""
-        super().register_classification_head(name, num_classes, inner_dim, **options)
-        self._flatten()
-
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor,
         *arguments: Any, classification_head_name: str | None = None, **options: Any,
@@ -77,7 +66,7 @@ class LSBARTModel(LSTransformerModel, BARTModel):
         return self.classification_heads[classification_head_name](x[rows, last]), extra
 
     def class_outputs(self, batch: Packed, rng: Tensor, head: str) -> Tensor:
-        """See ``step.objectives.ClassifyingModel``; the decoder reads the source, rolled by one."""
+        """See ``step.objectives.ModelWithHeads``; the decoder reads the source, rolled by one."""
         source = batch["source"]
         segments, tokens = source.segments, source["tokens"]
         x = decoded(self.encoder, self.decoder, source, _rolled(source), segments, rng)
@@ -94,8 +83,7 @@ class LSBARTModel(LSTransformerModel, BARTModel):
         return rows if len(rows) > 1 else (*rows, self.decoder.table_rows(batch.longest[0]))
 
     def unused_by(self, head: str | None) -> list[nn.Parameter]:
-        """The parameters that do not contribute to the outputs of ``head`` or, without it, to the
-        logits of tokens."""
+        """See ``step.objectives.ModelWithHeads``."""
         others = [other for name, other in self.classification_heads.items() if name != head]
         if head is not None and not self.decoder.share_input_output_embed:
             others.append(self.decoder.output_projection)

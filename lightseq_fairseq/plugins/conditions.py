@@ -97,8 +97,3 @@ def lacks_gpu(args: argparse.Namespace) -> bool:
     import torch
 
     return args.cpu or not torch.cuda.is_available()
-
-
-def of_data(cfg: Any) -> bool:
-    """``training.batch.covers`` and the trainer know whether the data are such."""
-    return False

@@ -1,5 +1,6 @@
 """The ``ls_`` criteria: fairseq's criteria on one fused op, and their `step.objectives`.
 
+A change of a loss changes both, ``forward`` (padded batches) and the objective (captured step).
 The classes have the names of fairseq's classes, because fairseq compares the names when it resumes
 a run. Flags, sample size and logged values are fairseq's, too. The criteria accept ls_ models and
 native models of fairseq.
@@ -66,8 +67,8 @@ class LabelSmoothedCrossEntropyCriterion(native.LabelSmoothedCrossEntropyCriteri
     def objective(self) -> LabelSmoothing:
         """This criterion in the form that the captured step uses."""
         return LabelSmoothing(
-            self.eps, self.padding_idx, self.report_accuracy, self.ignore_prefix_size,
-            self.sentence_avg,
+            self.padding_idx, self.sentence_avg, self.eps, self.report_accuracy,
+            self.ignore_prefix_size,
         )  # fmt: skip
 
 

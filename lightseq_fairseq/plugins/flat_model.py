@@ -24,7 +24,7 @@ from lightseq_fairseq.plugins.unsupported import unsupported_option, unsupported
 
 def with_dictionaries(args: Any) -> Any:
     """Return the object whose attribute ``dictionaries`` has the digests of a checkpoint's
-    dictionaries (see ``checkpoints.dictionaries``). ``args``: the checkpoint's model options.
+    dictionaries (see ``base.dictionaries``). ``args``: the checkpoint's model options.
 
     For a Namespace this is ``args``. fairseq's ``build_model`` removes unknown settings from a
     DictConfig, but keeps its parent: so the parent, the whole configuration, has the attribute.
@@ -58,7 +58,8 @@ class FlatModel(NotCompiled):
     * ``forward``, with fairseq's padded arguments and results, so that every criterion works. If
       the class sets ``packs_tokens = True``, our criteria call ``forward(..., packed=True)``, which
       returns (logits [T, V], segments). Otherwise ``--pack-tokens`` refuses the model;
-    * ``packed_logits``, if the captured step supports it: see ``step.objectives.PackedModel``;
+    * ``packed_logits``, if the captured step supports it, and ``class_outputs`` and ``unused_by``,
+      if it has further heads: see ``step.objectives``;
     * ``spared``, if its vocabulary need not be a multiple of 8. Then ``vocabulary_logits`` computes
       the logits without a copy of the weights;
     * ``build_model``, if fairseq's names a class that ours must replace. Then ``PATCHES`` has an
@@ -145,6 +146,11 @@ class FlatModel(NotCompiled):
 
     def _flatten(self: Any) -> None:
         flatten_parameters(self, self.fused_groups(), self.spared())
+
+    def register_classification_head(self: Any, *arguments: Any, **options: Any) -> None:
+        """As in fairseq, if its model has this method; then flatten the parameters again."""
+        super().register_classification_head(*arguments, **options)  # type: ignore[misc]
+        self._flatten()
 
     def prepare_for_inference_(self: Any, cfg: Any) -> None:
         """As fairseq's, but with --bf16 as well; fairseq's handles only --fp16."""

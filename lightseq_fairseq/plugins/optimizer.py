@@ -102,3 +102,23 @@ class FP16Optimizer(optim.FP16Optimizer):
                 ]
             )
         return {**state, "state": {0: vectors}, "param_groups": [{**group, "params": [0]}]}
+
+
+# fairseq's name for the optimizer of a run depends on the precision.
+_BY_PRECISION = ("FairseqAdam", "FP16Optimizer", "MemoryEfficientFP16Optimizer")
+
+
+def accept_other_precision(checkpoint: dict[str, Any], cfg: Any) -> None:
+    """Let a run with ``ls_adam`` resume from a checkpoint of Adam in another precision, in place.
+
+    fairseq would refuse it by the name of the optimizer. But the state is the same in all
+    precisions: float32 moments, which ``FlatAdam`` reads as a vector or as a list.
+    """
+    saved, common = (checkpoint.get("cfg") or {}).get("optimizer") or {}, cfg.common
+    if cfg.optimizer._name != "ls_adam" or saved.get("_name") != "adam":
+        return
+    last = checkpoint["optimizer_history"][-1]
+    if last["optimizer_name"] in _BY_PRECISION:
+        in_16_bits = common.fp16 or common.bf16
+        saves_memory = common.memory_efficient_fp16 or common.memory_efficient_bf16
+        last["optimizer_name"] = _BY_PRECISION[in_16_bits + (in_16_bits and saves_memory)]

@@ -108,17 +108,6 @@ class LSRobertaModel(FlatModel, RobertaModel):
         head = self.encoder.lm_head
         return [head.weight, head.bias]
 
-    def register_classification_head(
-        self,
-        name: str,
-        num_classes: int | None = None,
-        inner_dim: int | None = None,
-        **options: Any,
-    ) -> None:
-        """As in fairseq; then the parameters are flattened again."""
-        super().register_classification_head(name, num_classes, inner_dim, **options)
-        self._flatten()
-
     def packed_logits(self, batch: Packed, rng: Tensor) -> Tensor:
         """See ``step.objectives.PackedModel``; the rows with labels are the masked ones."""
         x = self._features(batch, rng)
@@ -126,7 +115,7 @@ class LSRobertaModel(FlatModel, RobertaModel):
         return logits
 
     def class_outputs(self, batch: Packed, rng: Tensor, head: str) -> Tensor:
-        """See ``step.objectives.ClassifyingModel``."""
+        """See ``step.objectives.ModelWithHeads``."""
         x = self._features(batch, rng)
         # Sentences that fill up the bucket are empty, and begin after the last real row.
         starts = batch["source"].segments.cu_seqlens[:-1].clamp(max=len(x) - 1)
@@ -138,8 +127,7 @@ class LSRobertaModel(FlatModel, RobertaModel):
         return self.encoder.sentence_encoder.features(source["tokens"], source.segments, rng)
 
     def unused_by(self, head: str | None) -> list[nn.Parameter]:
-        """The parameters that do not contribute to the outputs of ``head`` or, without it, to the
-        logits of tokens."""
+        """See ``step.objectives.ModelWithHeads``."""
         used = [self.encoder.sentence_encoder]
         used.append(self.encoder.lm_head if head is None else self.classification_heads[head])
         places = {id(p) for module in used for p in module.parameters()}

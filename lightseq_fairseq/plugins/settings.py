@@ -1,7 +1,9 @@
-"""What the commands do with settings of fairseq, apart from honouring them: one table.
+"""The settings of fairseq that do not work as in fairseq, and what commands do with them.
 
-A setting that the table does not name is honoured. docs/flags.md lists all settings;
-``scripts/flags.py`` writes it. `families` has what is true of one family or task.
+A setting that the table does not name works as in fairseq, with two exceptions. --retain-dropout
+runs fairseq's own layers (`cli.start.launch`). The criterion, the optimizer, the task, or two
+settings together may need fairseq's own step (`training.captured`). docs/flags.md lists all
+settings; ``scripts/flags.py`` writes it. `families` has what is true of one family or task.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from typing import Any, NamedTuple
 
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.families import Family
+from lightseq_fairseq.ops.bias_activation_dropout import ACTIVATIONS
 from lightseq_fairseq.plugins import conditions
 
 # Answers: the setting has the same effect as in fairseq; the same effect, by fairseq's own step;
 # the command ends with a message; fairseq's command does not use it either, and a note says so.
-HONOURED, FALLBACK, REFUSED, UNREAD = "honoured", "fallback", "refused", "no effect"
+WORKS, FALLBACK, REFUSED, UNREAD = "works", "fallback", "refused", "no effect"
 
 # In place of a command: where one of our models is built, and where ls_adam is.
 MODEL, ADAM = "model", "ls_adam"
@@ -35,6 +38,7 @@ class Setting(NamedTuple):
             by that value.
         used: whether a run uses the setting in the way that has this answer: a function of
             fairseq's namespace or, for FALLBACK, of its configuration. None: if it is set.
+        by_data: only the data or the logs tell whether a run uses it, not its options.
         always: whether the answer holds on every machine and for every value.
         without: of a setting without effect: only if this one is not set, or `SEVERAL_RANKS`.
     """
@@ -45,6 +49,7 @@ class Setting(NamedTuple):
     reason: str = ""
     way_out: str = "remove it"
     used: Callable[[Any], Any] | None = None
+    by_data: bool = False
     always: bool = True
     without: str = ""
 
@@ -64,6 +69,8 @@ def rows(command: str, answer: str) -> Iterator[tuple[str, Setting]]:
 
 def is_used(flag: str, row: Setting, options: Any) -> bool:
     """Whether a run uses a setting; ``options``: fairseq's namespace or its configuration."""
+    if row.by_data:
+        return False
     if row.used is not None:
         return bool(row.used(options))
     sections = (getattr(options, name, None) for name in ("common", "ema", "optimization", "model"))
@@ -140,7 +147,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(REFUSED, MODEL, "--scale-heads", "the fused layers do not scale single heads"),
     Setting(REFUSED, MODEL, "--scale-resids", "the fused layers do not scale the residual"),
     Setting(REFUSED, MODEL, "--spectral-norm-classification-head",
-            "the captured step trains plain weights"),
+            "our step trains plain weights"),
     Setting(REFUSED, MODEL, "--mha-reg-scale-factor",
             "the loss has no regularisation of attention heads"),
     Setting(REFUSED, MODEL, "--ffn-reg-scale-factor",
@@ -154,6 +161,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(REFUSED, MODEL, "--quantization-config-path",
             "the fused layers do not quantise the weights"),
     Setting(REFUSED, MODEL, "--amp", "the fused layers run in one precision; use --fp16 or --bf16"),
+    Setting(REFUSED, MODEL, "--activation-fn",
+            f"the fused layers support only {', '.join(ACTIVATIONS)}",
+            used=lambda args: getattr(args, "activation_fn", "relu") not in ACTIVATIONS,
+            always=False),
+    Setting(REFUSED, MODEL, "--ddp-backend", "all parameters are in one flat buffer",
+            used=lambda args: getattr(args, "ddp_backend", None) == "fully_sharded",
+            always=False),
     # --- ls_adam refuses --------------------------------------------------------------------
     Setting(REFUSED, ADAM, "--fp16-adam-stats", "its moments are float32"),
     Setting(REFUSED, ADAM, "--use-old-adam", "it has only one implementation"),
@@ -259,9 +273,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(FALLBACK, "train", "--profile"),
     Setting(FALLBACK, "train", "--encoder-layerdrop --decoder-layerdrop"),
     # Shapes depend on how many tokens of the batch are in each band of the vocabulary.
-    Setting(FALLBACK, "train", f"--adaptive-input {_BANDS}"),
-    # It ties adaptive softmax to adaptive inputs, so both are set.
-    Setting(FALLBACK, "train", "--tie-adaptive-weights", used=conditions.of_data),
+    Setting(FALLBACK, "train", f"--adaptive-input {_BANDS} --tie-adaptive-weights"),
     # With several ranks: these change the exchange of gradients or parameters.
     Setting(FALLBACK, "train", "--ddp-backend",
             used=lambda cfg: conditions.of_ranks(cfg, "ddp_backend") == "slowmo"),
@@ -270,13 +282,12 @@ SETTINGS: tuple[Setting, ...] = (
     # The heartbeat counts calls of fairseq's wrapper around the model.
     Setting(FALLBACK, "train", "--heartbeat-timeout",
             used=lambda cfg: (conditions.of_ranks(cfg, "heartbeat_timeout") or 0) > 0),
-    Setting(FALLBACK, "train", "--all-gather-list-size", used=conditions.of_data),
-    Setting(FALLBACK, "train", "--load-alignments", "the data have alignments",
-            used=conditions.of_data),
+    Setting(FALLBACK, "train", "--all-gather-list-size", by_data=True),
+    Setting(FALLBACK, "train", "--load-alignments", "the data have alignments", by_data=True),
     Setting(FALLBACK, "train", "--num-batch-buckets", "sentences are padded to length buckets",
-            used=conditions.of_data),
+            by_data=True),
     Setting(FALLBACK, "train", "--pad-to-fixed-bsz",
-            "batches are filled up with blocks (pad_to_bsz)", used=conditions.of_data),
+            "batches are filled up with blocks (pad_to_bsz)", by_data=True),
     # --- No effect, also in fairseq ---------------------------------------------------------
     Setting(UNREAD, ALL,
             "--reset-logging --suppress-crashes --fast-stat-sync --on-cpu-convert-precision --pad "

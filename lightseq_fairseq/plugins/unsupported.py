@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer import TransformerConfig
 
-from lightseq_fairseq.ops.linear_activation import ACTIVATIONS
 from lightseq_fairseq.plugins import settings
 from lightseq_fairseq.plugins.settings import MODEL, REFUSED, option
 
@@ -58,19 +57,12 @@ def unsupported_option(args: Namespace, supports: Sequence[str] = ()) -> Unsuppo
     supports: the options that other families refuse and that the model's family supports.
     """
     for flag, row in settings.rows(MODEL, REFUSED):
-        if flag in supports:
-            continue
         name = option(flag)
         value = getattr(args, name, None)
-        if value and value != -1:  # -1: every head and block is kept
-            return Unsupported(flag, row.reason, set_by_arch(args, name))
-    activation = getattr(args, "activation_fn", "relu")
-    if activation not in ACTIVATIONS:
-        supported = f"the fused layers support only {', '.join(ACTIVATIONS)}"
-        by_arch = set_by_arch(args, "activation_fn")
-        return Unsupported(f"--activation-fn {activation}", supported, by_arch)
-    if getattr(args, "ddp_backend", None) == "fully_sharded":
-        return Unsupported("--ddp-backend fully_sharded", "all parameters are in one flat buffer")
+        is_set = value and value != -1  # -1: every head and block is kept
+        if flag not in supports and (is_set if row.used is None else row.used(args)):
+            shown = flag if row.used is None else f"{flag} {value}"
+            return Unsupported(shown, row.reason, set_by_arch(args, name))
     return None
 
 

@@ -20,7 +20,7 @@ from lightseq_fairseq.cli.start import launch
 from lightseq_fairseq.cli.translate.output import UnknownWords
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.words import command_lines
-from lightseq_fairseq.cli.words.defaults import flag_of
+from lightseq_fairseq.cli.words.argv import flag_of
 
 StrPath = str | os.PathLike[str]
 Self = TypeVar("Self", bound="Pretrained")
@@ -133,14 +133,17 @@ class Pretrained:
         words = [folder, "--path", os.pathsep.join(paths), "--distributed-world-size", "1"]
         return cls(words, options, native)
 
-    @staticmethod
-    def _warn(sources: Iterable[str]) -> None:
+    def _warn(self, sources: Iterable[str]) -> None:
         """Warn of words that are not in the dictionary, as the command does by a note."""
         unknown = UnknownWords()
         for source in sources:
             unknown.count(f"S-0\t{source}")
         if (sentence := unknown.sentence()) is not None:
-            warnings.warn(sentence, stacklevel=3)
+            subwords = 'bpe="subword_nmt", bpe_codes=FILE, remove_bpe=True to from_pretrained()'
+            advice = (
+                "" if self.configuration.bpe else f" For subwords of subword-nmt, pass {subwords}."
+            )
+            warnings.warn(sentence + advice, stacklevel=3)
 
     def _search(self, options: dict[str, Any]) -> tuple[Any, Search]:
         """(configuration, search) for the options of a call; made once, then cached."""
@@ -179,7 +182,8 @@ class Pretrained:
             sentence = str(error) if is_ours else messages.explain(error, self._request)
             if sentence is None:
                 raise
-            raise UserError(_in_python(sentence, type(self).__name__)) from error
+            # Without the traceback of the cause: the sentence says all that the user needs.
+            raise UserError(_in_python(sentence, type(self).__name__)) from None
 
     @classmethod
     def _check_names(cls, options: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -52,11 +53,12 @@ class RobertaModel:
 
         Raises:
             UserError: the folder does not exist, the checkpoint contains another model or does not
-                fit the dictionary, or a package that ``bpe`` needs is missing.
+                fit the dictionary, ``bpe`` is unknown, or a file or package is missing.
         """
         from lightseq_fairseq.checkpoints import models  # prepares fairseq
 
         # isort: split
+        from fairseq.data.encoders import BPE_REGISTRY
         from fairseq.models.roberta import RobertaModel as Native
 
         if bpe == "gpt2":
@@ -70,8 +72,25 @@ class RobertaModel:
                 raise UserError(
                     f"The folder {place} does not exist: pass the folder with {content}."
                 )
-        with models.building(native=False):
-            found = Native.from_pretrained(*places, bpe, **options)
+        if bpe is not None and bpe not in BPE_REGISTRY:
+            names = ", ".join(sorted(BPE_REGISTRY))
+            raise UserError(
+                f"There are no subwords named {bpe}: set bpe to None or to one of {names}."
+            )
+        try:
+            with models.building(native=False):
+                found = Native.from_pretrained(*places, bpe, **options)
+        except UserError as error:
+            raise UserError(str(error)) from None  # without the lines of fairseq's code
+        except OSError as error:
+            not_found = re.match("Model file not found: (.*)", str(error))
+            missing = error.filename or (not_found and not_found[1])
+            if missing is None:  # the network, for example
+                raise
+            raise UserError(
+                f"{missing} cannot be read: pass the folder with {checkpoint_file}, and the folder "
+                "with the dictionaries that lightseq-preprocess wrote."
+            ) from None
         if not isinstance(found.model, Native):
             raise UserError(
                 f"{checkpoint_file} of {places[0]} contains no RoBERTa but "

@@ -2,7 +2,7 @@
 
 The captured step calls an objective; it does not handle the model's outputs or the labels itself.
 A criterion declares its objective by a method ``objective`` of its own class. An inherited method
-does not count.
+does not count. The criterion's ``forward`` computes the same loss from a padded batch: change both.
 
 Shapes: T = rows that have labels, and those that fill up the bucket; V = vocabulary, B = sentences
 of the bucket.
@@ -35,20 +35,26 @@ class PackedModel(Protocol):
         ...
 
 
-class ClassifyingModel(Protocol):
-    """A model with classification heads that the captured step can train."""
+class ModelWithHeads(Protocol):
+    """A model that the captured step can train by any of its heads."""
 
     def class_outputs(self, batch: Packed, rng: Tensor, head: str) -> Tensor:
         """Outputs [B, classes] of the classification head with this name."""
         ...
 
-    def unused_by(self, head: str) -> Iterable[Tensor]:
-        """The parameters that do not contribute to these outputs."""
+    def unused_by(self, head: str | None) -> Iterable[Tensor]:
+        """The parameters that do not contribute to these outputs; None: to ``packed_logits``."""
         ...
 
 
 class Objective:
-    """What the captured step needs from a criterion."""
+    """What the captured step needs from a criterion.
+
+    Attributes:
+        calls: the methods of the model that it calls.
+    """
+
+    calls: ClassVar[tuple[str, ...]] = ("packed_logits",)
 
     def losses(
         self, model: Any, batch: Packed, rng: Tensor, scale: Tensor
@@ -82,24 +88,22 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class LabelSmoothing(Objective):
-    """Label-smoothed cross entropy over the labels of a stream.
-
-    Source: ``fairseq.criterions.label_smoothed_cross_entropy``.
+class _OfTokens(Objective):
+    """Cross entropy over the labels of a stream, perhaps smoothed.
 
     Attributes:
         padding_idx: label of rows that are ignored.
+        by_sentence: divide the gradient by the number of sentences instead of tokens.
         accuracy: whether to count correct predictions.
         ignored_prefix: number of target tokens at the start of each sentence that are ignored.
-        by_sentence: divide the gradient by the number of sentences instead of tokens.
     """
 
     stream: ClassVar[str] = "target"
-    smoothing: float
     padding_idx: int
-    accuracy: bool
-    ignored_prefix: int
-    by_sentence: bool
+    by_sentence: bool = False
+    smoothing: float = 0.0
+    accuracy: bool = False
+    ignored_prefix: int = 0
 
     def losses(
         self, model: PackedModel, batch: Packed, rng: Tensor, scale: Tensor
@@ -121,39 +125,32 @@ class LabelSmoothing(Objective):
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
         return sum(batch.nsentences if self.by_sentence else batch.ntokens for batch in batches)
 
+
+class CrossEntropy(_OfTokens):
+    """Cross entropy of tokens. Source: ``fairseq.criterions.cross_entropy``."""
+
+
+class LabelSmoothing(_OfTokens):
+    """Its smoothed form. Source: ``fairseq.criterions.label_smoothed_cross_entropy``."""
+
     def logged(self, sums: Sequence[float]) -> dict[str, float]:
         names = ("loss", "nll_loss") + ("n_correct", "total") * self.accuracy
         return dict(zip(names, sums, strict=False))
 
 
-class CrossEntropy(LabelSmoothing):
-    """Cross entropy without smoothing; only the loss is logged.
-
-    Source: ``fairseq.criterions.cross_entropy``.
-    """
-
-    def __init__(self, padding_idx: int, by_sentence: bool) -> None:
-        super().__init__(0.0, padding_idx, False, 0, by_sentence)
-
-    def logged(self, sums: Sequence[float]) -> dict[str, float]:
-        return {"loss": sums[0]}
-
-
-class MaskedTokens(CrossEntropy):
+class MaskedTokens(_OfTokens):
     """Cross entropy over the labels of the stream "masked", which are the tokens before masking.
 
     Source: ``fairseq.criterions.masked_lm``.
     """
 
+    calls = ("packed_logits", "unused_by")
     stream = "masked"
-
-    def __init__(self, padding_idx: int) -> None:
-        super().__init__(padding_idx, by_sentence=False)
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
         return sum(batch.count("masked") for batch in batches)
 
-    def unused(self, model: Any) -> Iterable[Tensor]:
+    def unused(self, model: ModelWithHeads) -> Iterable[Tensor]:
         return model.unused_by(None)
 
 
@@ -165,12 +162,13 @@ class _OfSentences(Objective):
         head: name of the model's classification head.
     """
 
+    calls = ("class_outputs", "unused_by")
     head: str
 
     def sample_size(self, batches: Sequence[PackedBatch]) -> int:
         return sum(batch.count("target") for batch in batches)
 
-    def unused(self, model: Any) -> Iterable[Tensor]:
+    def unused(self, model: ModelWithHeads) -> Iterable[Tensor]:
         return model.unused_by(self.head)
 
 
@@ -181,7 +179,7 @@ class SentenceClasses(_OfSentences):
     """
 
     def losses(
-        self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
+        self, model: ModelWithHeads, batch: Packed, rng: Tensor, scale: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         labels = batch["target"]["labels"]
         logits = _fitted(_wide(model.class_outputs(batch, rng, self.head)), len(labels))
@@ -201,7 +199,7 @@ class SentenceNumbers(_OfSentences):
     """
 
     def losses(
-        self, model: ClassifyingModel, batch: Packed, rng: Tensor, scale: Tensor
+        self, model: ModelWithHeads, batch: Packed, rng: Tensor, scale: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         target = batch["target"]
         numbers, is_real = target["labels"].view(torch.float64), _is_real(target)

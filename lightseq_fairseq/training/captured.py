@@ -85,9 +85,12 @@ def fallback_reason(trainer: Any) -> str | None:
     # Also subclasses from --user-dir, unless they declare these methods. Test this first: other
     # archs may set options of fallbacks that the command does not have.
     if not declares(model, "packed_logits"):
-        return "the arch does not support the captured step"
+        return "our step does not support the arch"
+    objective = criterion.objective() if declares(criterion, "objective") else None
     reasons = {
-        "the criterion does not support the captured step": not declares(criterion, "objective"),
+        "our step does not support the criterion": objective is None,
+        "our step does not support the arch with this criterion": objective is not None
+        and not all(hasattr(model, name) for name in objective.calls),
         "the optimizer is not ls_adam": not _is_ours(cfg.optimizer),
         "--ignore-prefix-size with --left-pad-target": _ignores_pads(cfg),
         "the task has its own training step": not _trains_as_fairseqs(task),
@@ -146,13 +149,12 @@ def refuse_flags(cfg: Any, reason: str | None) -> None:
     """Raises UserError if fairseq's own step runs, for this reason, but a flag needs ours."""
     if reason is not None and uses_fp8(cfg):
         raise UserError(
-            f"--fp8 needs the captured step, but this run uses fairseq's own step ({reason}): "
-            "remove --fp8."
+            f"--fp8 needs our step, but this run uses fairseq's own step ({reason}): remove --fp8."
         )
     if reason is not None and of_ranks(cfg, "zero_sharding") == "os" and _is_ours(cfg.optimizer):
         raise UserError(
-            "--zero-sharding os with ls_adam needs the captured step, but this run uses fairseq's "
-            f"own step ({reason}): remove --zero-sharding."
+            "--zero-sharding os with ls_adam needs our step, but this run uses fairseq's own "
+            f"step ({reason}): remove --zero-sharding."
         )
 
 
@@ -220,7 +222,7 @@ class _Started:
     """A launched step.
 
     Attributes:
-        counts: this rank's, in the order of ``step.Count``.
+        counts: this rank's, in the order of ``Count``.
         place: of its last batch in the epoch, for the log.
     """
 

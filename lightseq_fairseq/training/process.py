@@ -84,6 +84,7 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
             "fairseq.checkpoint_utils:verify_checkpoint_directory", verify_checkpoint_directory
         ),
         patching.within("fairseq_cli.train:should_stop_early", should_stop_early),
+        patching.within("fairseq.checkpoint_utils:load_checkpoint", report.load_checkpoint),
         patching.within("fairseq_cli.train:train", report.train),
         patching.within(
             "fairseq.logging.progress_bar:progress_bar", report.progress_bar, by="training.process"

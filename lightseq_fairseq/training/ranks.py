@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from lightseq_fairseq.base import signals
+
 logger = logging.getLogger(__name__)
 
 SILENCE = 30.0  # seconds; a rank without a heartbeat for longer is reported
@@ -75,22 +77,9 @@ def waiting_for_all(rank: int, count: int) -> Iterator[None]:
                 "of a rank that has ended says why", rank, waited, count,
             )  # fmt: skip
 
-    with reported("meeting", look), _signals_that_end():
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    with reported("meeting", look), signals.handled(signal.SIG_DFL, *ending):
         yield
-
-
-@contextmanager
-def _signals_that_end() -> Iterator[None]:
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class Report:
 
     def __init__(self) -> None:
         self._trainer: Any = None
+        self._ended: str | None = None  # why there is nothing to train
         self._step = ""  # the last line about the step
         self._tokens = 0.0
         self._updates = 0
@@ -71,13 +72,23 @@ class Report:
             self._file.close()
             file.close()
 
+    def load_checkpoint(
+        self, original: Callable[..., Any], settings: Any, trainer: Any, **others: Any
+    ) -> Any:
+        """fairseq's ``load_checkpoint``; logs why a run that has ended trains no further."""
+        extra_state, epochs = original(settings, trainer, **others)
+        self._trainer = trainer
+        self._note_saving()
+        self._ended = resuming.ended(trainer, epochs)
+        if self._ended is not None:
+            self._log(f"nothing to train: {self._ended}")
+        return extra_state, epochs
+
     def train(self, original: Callable[..., Any], cfg: Any, trainer: Any, *others: Any) -> Any:
         """fairseq's ``train``, for one epoch; logs the first lines, and the step if it changed."""
-        if self._trainer is None:
-            self._trainer = trainer
-            if (reason := resuming.ended(cfg, trainer)) is not None:
-                self._log(f"nothing to train: {reason}")
-                return [None], True
+        if self._ended is not None:
+            return [None], True
+        if not self._step:
             self._began = time.perf_counter()
             self._next = self._began + 60
             self._done = _part_done(cfg, trainer, others[-1])
@@ -85,7 +96,6 @@ class Report:
             if self._file is not None:
                 self._file.capacity = 0  # from now on, it keeps no lines
                 self._log(f"log: {os.path.join(cfg.checkpoint.save_dir, FILE)} has all lines")
-            self._note_saving()
         step = f"step: {_step(trainer)}"
         if step != self._step:
             self._log(step)
@@ -190,7 +200,7 @@ def _part_done(cfg: Any, trainer: Any, epoch: Any) -> float:
 
 
 def _settings(cfg: Any, trainer: Any, epoch: Any) -> Iterator[str]:
-    """The lines about model, data, precision and recipe; ``epoch`` is fairseq's epoch iterator."""
+    """The lines about model, data, precision and optimizer; ``epoch`` is fairseq's iterator."""
     parameters = list(trainer.get_model().parameters())
     count = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
@@ -199,7 +209,7 @@ def _settings(cfg: Any, trainer: Any, epoch: Any) -> Iterator[str]:
     yield f"data: {_data(cfg, trainer, epoch)}"
     yield f"precision: {_precision(cfg.common)} on {_device(trainer.device)}"
     yield (
-        f"recipe: optimizer {cfg.optimizer._name}, criterion {cfg.criterion._name}, schedule "
+        f"optimizer: {cfg.optimizer._name}, criterion {cfg.criterion._name}, schedule "
         f"{cfg.lr_scheduler._name}, learning rate {', '.join(map(str, cfg.optimization.lr))}"
     )
 

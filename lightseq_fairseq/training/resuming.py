@@ -111,21 +111,30 @@ class ResumableTrainer(native.Trainer):
         return rate
 
 
-def ended(cfg: Any, trainer: Any) -> str | None:
-    """Why a run that resumes with this configuration had ended; None if it trains on.
+def ended(trainer: Any, epochs: Any) -> str | None:
+    """Why a run that resumes had ended, and the remedy; None if it trains on.
 
-    fairseq's loop would make one more update, or with --patience one more epoch.
+    fairseq says nothing after --max-epoch. Else its loop would make one more update, or with
+    --patience one more epoch. It reports --stop-min-lr itself.
+
+    epochs: fairseq's iterator of epochs.
     """
-    updates, most = trainer.get_num_updates(), cfg.optimization.max_update
-    if 0 < most <= updates:
-        return f"the checkpoint has {updates} updates, and --max-update is {most}"
-    hours, limit = trainer._previous_training_time / 3600, cfg.optimization.stop_time_hours
-    if 0 < limit < hours:
-        return f"the checkpoint has {hours:g} hours of training, and --stop-time-hours is {limit:g}"
-    patience = cfg.checkpoint.patience
-    if 0 < patience <= getattr(train.should_stop_early, "num_runs", 0):
-        return f"the last {patience} validations have not improved, and --patience is {patience}"
-    return None
+    limits, patience = trainer.cfg.optimization, trainer.cfg.checkpoint.patience
+    updates, epoch = trainer.get_num_updates(), epochs.next_epoch_idx - 1
+    hours = trainer._previous_training_time / 3600
+    if 0 < limits.max_update <= updates:
+        has, flag, limit = f"the checkpoint has {updates} updates", "max-update", limits.max_update
+    elif 0 < limits.max_epoch <= epoch:
+        has, flag, limit = f"the checkpoint has {epoch} epochs", "max-epoch", limits.max_epoch
+    elif 0 < limits.stop_time_hours < hours:
+        has = f"the checkpoint has {hours:g} hours of training"
+        flag, limit = "stop-time-hours", limits.stop_time_hours
+    elif 0 < patience <= getattr(train.should_stop_early, "num_runs", 0):
+        has = f"the last {patience} validations have not improved"
+        flag, limit = "patience", patience
+    else:
+        return None
+    return f"{has}, and --{flag} is {limit:g}; to train on, raise --{flag}"
 
 
 def _lacking(schedule: Any) -> tuple[Any, tuple[str, ...]]:

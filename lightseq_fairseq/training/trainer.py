@@ -19,7 +19,7 @@ from lightseq_fairseq.base.errors import UserError, is_out_of_memory
 from lightseq_fairseq.checkpoints import names
 from lightseq_fairseq.fairseq_compat import batches, patching
 from lightseq_fairseq.memory import graphs
-from lightseq_fairseq.plugins.optimizer import FP16Optimizer
+from lightseq_fairseq.plugins.optimizer import FP16Optimizer, accept_other_precision
 from lightseq_fairseq.step.flat_adam import FlatAdam
 from lightseq_fairseq.training import background, batch, captured, full_batches
 from lightseq_fairseq.training.background import WRITER
@@ -124,8 +124,8 @@ class Trainer(ResumableTrainer):
             ops = "CUDA kernels"
         reason = graphs.why_not_captured(self.device)
         if reason is None:
-            return f"captured as CUDA graphs, packed tokens, {ops} (all parts are ls_)"
-        return f"eager, packed tokens, {ops} ({reason})"
+            return f"captured as CUDA graphs, without pads, {ops} (all parts are ls_)"
+        return f"eager, without pads, {ops} ({reason})"
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """One update; see ``fairseq.trainer.Trainer.train_step``.
@@ -302,6 +302,7 @@ class Trainer(ResumableTrainer):
                     logger.warning(sentence)
             if not reset_optimizer:
                 optimizer_order.follow_model(state, self.get_model())
+                accept_other_precision(state, self.cfg)
             if self.cfg.ema.store_ema and "ema" not in state["extra_state"]:
                 # fairseq would start the EMA from the file's model, which it has dropped by then.
                 state["extra_state"]["ema"] = dict(state["model"])

@@ -10,7 +10,8 @@ import pytest
 from helpers.golden import titled
 
 from lightseq_fairseq.base.families import LANGUAGE_MODEL
-from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words import defaults, registries
+from lightseq_fairseq.cli.words.argv import value, without_prefixes
 from lightseq_fairseq.cli.words.defaults import Epoch, Machine
 
 CPU = Machine()
@@ -110,7 +111,7 @@ def test_the_schedule_follows_the_length_of_the_run(
 ) -> None:
     found = defaults.missing(shlex.split(command), CPU, epoch=epoch)
     flags = ("--warmup-updates", "--total-num-update")
-    fitted = [defaults.value(found, (flag,)) for flag in flags]
+    fitted = [value(found, (flag,)) for flag in flags]
     assert " ".join(text for text in fitted if text) == (schedule or "")
 
 
@@ -140,7 +141,7 @@ def test_other_archs_get_nothing(command: str) -> None:
 def test_every_spelling_of_an_ls_arch_is_seen(spelling: str) -> None:
     command = "data " + spelling.format("ls_transformer")
     assert added(command) == added(ARCH)
-    assert defaults.uses_lightseq(shlex.split(command))
+    assert registries.uses_lightseq(shlex.split(command))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_every_spelling_of_an_ls_arch_is_seen(spelling: str) -> None:
     ],
 )
 def test_a_command_is_ours_if_a_part_of_ours_is_named(command: str, ours: bool) -> None:
-    assert defaults.uses_lightseq(shlex.split(command)) is ours
+    assert registries.uses_lightseq(shlex.split(command)) is ours
 
 
 def test_operands_stay_operands() -> None:
@@ -178,8 +179,8 @@ def test_operands_stay_operands() -> None:
         ("d --arch transformer", "d --arch transformer"),
     ],
 )
-def test_native_twin_takes_the_prefixes_away_and_nothing_else(command: str, native: str) -> None:
-    assert defaults.native_twin(shlex.split(command)) == shlex.split(native)
+def test_only_prefixes_are_removed(command: str, native: str) -> None:
+    assert without_prefixes(shlex.split(command)) == shlex.split(native)
 
 
 @pytest.mark.parametrize("machine", [CPU, GPU, OLD_GPU])

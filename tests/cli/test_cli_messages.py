@@ -106,13 +106,6 @@ KNOWN: dict[str, tuple[Exception, Request, list[str]]] = {
         TRAIN, ["valid", "bin", "lightseq-preprocess"],
     ),
     "no_checkpoint": (OSError("Model file not found: a.pt"), GENERATE, ["a.pt", "--path"]),
-    "other_optimizer": (
-        AssertionError(
-            "Optimizer does not match; please reset the optimizer (--reset-optimizer). "
-            "FP16Optimizer vs FairseqAdam"
-        ),
-        TRAIN, ["FP16Optimizer", "FairseqAdam", "--reset-optimizer"],
-    ),
     "fewer_batches": (
         RuntimeError(
             "Cannot resume training due to dataloader mismatch, please report this to the fairseq "

@@ -13,6 +13,7 @@ from helpers import cli_runs, parity
 from helpers.golden import matches, refusals
 
 from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words.argv import without_prefixes
 
 SMALL = shlex.split(
     "--arch ls_roberta_base --encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 16 "
@@ -49,11 +50,11 @@ def test_both_trainings_by_their_recipes(
     ):  # fmt: skip
         log = cli_runs.succeed("train", *words, *["--native"] * native)
         complete = defaults.complete([str(word) for word in words], defaults.Machine())
-        complete = defaults.native_twin(complete) if native else complete
+        complete = without_prefixes(complete) if native else complete
         first = shlex.split(log.splitlines()[0])
         assert first == ["lightseq-train", *complete]
         assert first[first.index("--total-num-update") + 1] == "6"
-        assert ("step: eager, packed tokens" in caplog.text) != native
+        assert ("step: eager, without pads" in caplog.text) != native
         caplog.clear()
     tuned = tmp_path / "tuned" / "checkpoint_last.pt"
     # The criterion is that of the checkpoint.
@@ -94,9 +95,9 @@ def others(data: Path) -> Path:
     [
         ("ranked", "--task sentence_ranking --criterion sentence_ranking --optimizer adam --lr 1e-3"
          " --num-classes 2 --max-positions 64 --separator-token 2 --batch-size 8",
-         "fairseq's own (the criterion does not support the captured step)"),
+         "fairseq's own (our step does not support the criterion)"),
         ("corpora", "--task multilingual_masked_lm --tokens-per-sample 32 --batch-size 4 --lr 1e-3",
-         "eager, packed tokens"),
+         "eager, without pads"),
     ],
 )  # fmt: skip
 def test_its_other_tasks(

@@ -29,6 +29,7 @@ import lightseq_fairseq
 from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.lightseq import COMMANDS as SUBCOMMANDS
 from lightseq_fairseq.cli.start.launch import launcher
+from lightseq_fairseq.cli.words.argv import ARCH, value
 
 COMMANDS = ["train", "generate", "validate", "interactive", "preprocess"]
 
@@ -175,7 +176,7 @@ def test_a_command_line_parses_as_fairseq_parses_it(data: Path) -> None:
             parser = options.get_training_parser()
             args = options.parse_args_and_arch(parser, [str(data), *words])
             assert args.arch == "transformer"
-            assert train.defaults.value(words, train.defaults.ARCH) == "transformer"
+            assert value(words, ARCH) == "transformer"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,8 @@ def test_configurations_in_tests_are_those_of_hydra(
         found = [str(utils.convert_namespace_to_omegaconf(args)) for _ in range(2)]
         with pytest.raises(Exception, match="override distributed_training") as error:
             utils.convert_namespace_to_omegaconf(wrong)
-        monkeypatch.setattr(utils, "compose", compositions.hydras)
+        for name, hydras in compositions.HYDRAS.items():
+            monkeypatch.setattr(utils, name, hydras)
         assert found == [str(utils.convert_namespace_to_omegaconf(args))] * 2
         with pytest.raises(type(error.value), match=f"^{re.escape(str(error.value))}$"):
             utils.convert_namespace_to_omegaconf(wrong)

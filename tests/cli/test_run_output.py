@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import cli_runs
+from helpers import cli_runs, forked_commands
 from helpers.training_runs import ON_GPU
 
 from lightseq_fairseq.cli.start import logs
@@ -31,7 +31,7 @@ TWO_EPOCHS = [*TINY, "--max-epoch", "2", "--max-update", "1000"]
 SHOWN = {  # on the terminal: loggers, and the first words of their lines
     *("fairseq_cli.train | Stopping", "fairseq_cli.train | done"),
     "fairseq.checkpoint_utils | Saved",
-    *(f"{LOGGER} | {name}" for name in ("model", "data", "precision", "recipe", "log", "step")),
+    *(f"{LOGGER} | {name}" for name in ("model", "data", "precision", "optimizer", "log", "step")),
     *(f"{LOGGER} | {name}" for name in ("progress", "trained", "peak", "checkpoints")),
 }
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -123,8 +123,8 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     size = sum({p.data_ptr(): p.numel() for p in state["model"].values()}.values())
     lines = told(caplog)
     assert list(lines) == [
-        "command", "model", "data", "precision", "recipe", "log", "step", "trained", "peak memory",
-        "checkpoints",
+        "command", "model", "data", "precision", "optimizer", "log", "step", "trained",
+        "peak memory", "checkpoints",
     ]  # fmt: skip
     assert re.fullmatch(r"ls_transformer_tiny, [\d,]+ parameters", lines["model"])
     assert int(re.sub(r"\D", "", lines["model"])) <= size
@@ -135,11 +135,11 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
         "source 24, target 24"
     )
     assert re.fullmatch(r"fp32 on \d+ CPU threads?", lines["precision"])
-    assert lines["recipe"] == (
-        "optimizer ls_adam, criterion ls_label_smoothed_cross_entropy, schedule inverse_sqrt, "
+    assert lines["optimizer"] == (
+        "ls_adam, criterion ls_label_smoothed_cross_entropy, schedule inverse_sqrt, "
         "learning rate 0.0005"
     )
-    expected = "eager, packed tokens, PyTorch code on the CPU (CUDA graphs need a GPU)"
+    expected = "eager, without pads, PyTorch code on the CPU (CUDA graphs need a GPU)"
     assert lines["step"] == expected
     updates, tokens, seconds, speed = map(
         float, re.findall(r"\d[\d.]*", lines["trained"].replace(",", ""))
@@ -245,7 +245,7 @@ def test_rank_0_alone_reports(data: Path, tmp_path: Path) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     del store  # its port is free again
     words = [data, *TINY, "--save-dir", tmp_path]
-    command = [sys.executable, "-m", "lightseq_fairseq.cli.train", *map(str, words)]
+    command = [forked_commands.python(), "-m", "lightseq_fairseq.cli.train", *map(str, words)]
     ranks = [
         subprocess.Popen(
             command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -284,7 +284,7 @@ def on_a_terminal(*words: str | Path) -> str:
     """What a Python command writes to a terminal of 120 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    command = [sys.executable, *map(str, words)]
+    command = [forked_commands.python(), *map(str, words)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
     os.close(theirs)
     received = b""
@@ -334,7 +334,7 @@ def test_the_report_on_a_gpu(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     wide += ["--decoder-attention-heads=2", "--distributed-world-size=1", "--no-save"]
     cli_runs.succeed("train", data, *words, *wide)
     lines = told(caplog)
-    kind = "captured as CUDA graphs, packed tokens, CUDA kernels"
+    kind = "captured as CUDA graphs, without pads, CUDA kernels"
     assert lines["step"] == f"{kind} (all parts are ls_)"
     assert lines["precision"] == f"bf16 with fp32 master weights on {torch.cuda.get_device_name()}"
     memory = re.fullmatch(r"(\d+\.\d\d) GiB of the GPU", lines["peak memory"])
@@ -350,4 +350,4 @@ def test_another_arch_is_not_blamed_for_flags_that_it_sets(
     sizes = "--encoder-embed-dim 8 --decoder-embed-dim 8 --decoder-out-embed-dim 8"
     command = f"--arch lstm --optimizer ls_adam {sizes} --max-tokens 200 --max-update 1 --cpu"
     cli_runs.succeed("train", data, *command.split(), "--no-save", "--num-workers", "0")
-    assert told(caplog)["step"] == "fairseq's own (the arch does not support the captured step)"
+    assert told(caplog)["step"] == "fairseq's own (our step does not support the arch)"

@@ -14,6 +14,7 @@ import pytest
 from helpers.golden import matches, refusals
 
 from lightseq_fairseq.cli.words import defaults, registries
+from lightseq_fairseq.cli.words.argv import without_prefixes
 
 SIZES = [word for word in cli_runs.SMALL_TEXT if word not in ("--max-tokens", "128")]
 
@@ -26,7 +27,7 @@ def test_the_arch_alone_trains_by_the_recipe_of_language_models(
     log = cli_runs.succeed("train", *words, *["--native"] * native)
     first = shlex.split(log.splitlines()[0])
     complete = defaults.complete(words, defaults.Machine())
-    assert first == ["lightseq-train", *(defaults.native_twin(complete) if native else complete)]
+    assert first == ["lightseq-train", *(without_prefixes(complete) if native else complete)]
     criterion = "cross_entropy" if native else "ls_cross_entropy"
     assert first[first.index("--criterion") + 1] == criterion
     assert (tmp_path / "checkpoint_last.pt").exists()
@@ -47,7 +48,7 @@ def test_the_arch_alone_trains_by_the_recipe_of_language_models(
     ],
 )
 def test_who_has_adaptive_softmax(words: str, adaptive: bool) -> None:
-    assert registries.has_adaptive_softmax(["data", *words.split()]) is adaptive
+    assert registries.asks_for_adaptive_softmax(["data", *words.split()]) is adaptive
 
 
 WIKI103 = [

@@ -187,7 +187,7 @@ def test_alignments_are_learned(
         "load_alignments": True,
         "alignment_lambda": 1.0,
     }
-    reason = "the criterion does not support the captured step"
+    reason = "our step does not support the criterion"
     with_them = assert_trains_as_native(data, tmp_path, caplog, reason, **supervised)
     without = run(data, tmp_path / "without", **{**LS, **EXACT, "dataset_impl": "mmap"})
     assert with_them[0] == pytest.approx(without[0], rel=1e-4)

@@ -182,6 +182,12 @@ def test_other_models_and_dictionaries_are_refused(
         OurRobertaModel.from_pretrained(tmp_path / "nothing")
     with pytest.raises(UserError, match="nothing does not exist: pass the folder with the dict"):
         load(OurRobertaModel, pretrained, tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"dict\.txt cannot be read: .* the dictionaries"):
+        load(OurRobertaModel, pretrained, tmp_path)
+    with pytest.raises(UserError, match=r"nothing\.pt cannot be read: pass the folder with nothi"):
+        OurRobertaModel.from_pretrained(pretrained, "nothing.pt", data.text, bpe=None)
+    with pytest.raises(UserError, match="no subwords named gtp2: set bpe to None or to one of b"):
+        OurRobertaModel.from_pretrained(pretrained, "model.pt", data.text, bpe="gtp2")
     with pytest.raises(UserError, match="contains no RoBERTa but LSTransformerLanguageModel: choo"):
         load(OurRobertaModel, tmp_path / "lm", data.text)
     first, second, *others = (data.text / "dict.txt").read_text().splitlines()

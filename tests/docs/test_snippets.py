@@ -88,6 +88,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for language in ("de", "en"):
             (folder / f"{split}.{language}").rename(folder / f"{split}.bpe.{language}")
     shutil.copy(folder / "test.bpe.de", folder / "reference.de")
+    (folder / "codes").write_text("#version: 0.2\ne n\n")
     texts = [word for split in SPLITS for word in (f"--{split}pref", folder / f"{split}.bpe")]
     data = folder / "data-bin"
     succeed("preprocess", "-s", "en", "-t", "de", "--joined-dictionary", *texts, "--destdir", data)

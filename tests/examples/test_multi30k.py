@@ -9,6 +9,7 @@ import re
 import runpy
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -250,8 +251,8 @@ def test_trainings_end_with_the_command(
 ) -> None:
     stand_in["BEHAVIOUR"] = f"echo $$ >>{tmp_path}/training; sleep 60 & wait"
     with subprocess.Popen(
-        command("convergence.py", *words), env={**os.environ, **stand_in}, cwd=ROOT,
-        stderr=subprocess.PIPE,
+        command("convergence.py", *words, python=sys.executable), cwd=ROOT,
+        env={**os.environ, **stand_in}, stderr=subprocess.PIPE,
     ) as run:  # fmt: skip
         training = tmp_path / "training"
         deadline = time.monotonic() + 60

@@ -1,7 +1,7 @@
 """docs/flags.md has a row for every setting; settings that are refused or without effect behave as
 their row says.
 
-The other files test_flags_*.py test the honoured settings.
+The other files test_flags_*.py test the settings that work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_every_setting_has_a_row_with_an_answer(command: str) -> None:
         for line in table.TABLE.read_text().partition("## Language models")[0].splitlines()
         for name in re.findall(r"`([^`]+)`", line.split("|")[1] if line.startswith("|") else "")
     }
-    kinds = {table.HONOURED, table.FALLBACK, table.REFUSED, table.UNREAD}
+    kinds = {table.WORKS, table.FALLBACK, table.REFUSED, table.UNREAD}
     missing = {
         option
         for action in parser._actions
@@ -221,7 +221,7 @@ PART_OF = {flag: whole for flag, whole in WITHOUT.items() if whole != SEVERAL_RA
 
 
 def test_a_part_without_its_whole_has_no_effect(told: Shown) -> None:
-    kinds = (table.HONOURED, table.FALLBACK, table.REFUSED)
+    kinds = (table.WORKS, table.FALLBACK, table.REFUSED)
     parts = set().union(*(rows("train", kind) for kind in kinds)) & PART_OF.keys()
     plain, _ = told("train", "")
     shown, noted = told("train", " ".join(spelled("train", parts | RANKS)))
@@ -251,8 +251,8 @@ PROVEN: Proofs = {
     (command, kind): found
     for command in table.COMMANDS
     for kind, found in (
-        (table.HONOURED, {"--help"}),
-        # test_flags_text.py: the settings of a tokenizer, which the command does read.
+        (table.WORKS, {"--help"}),
+        # test_flags_subwords.py: the settings of a tokenizer, which the command does read.
         (
             table.UNREAD,
             rows(command, table.UNREAD) - (ENCODING if command == "generate" else set()),

@@ -65,7 +65,7 @@ def test_every_row_has_a_proof() -> None:
         command, task = column.split()
         is_training = command == "train"
         lines = {
-            table.HONOURED: (TRAINED if is_training else VALIDATED)[task],
+            table.WORKS: (TRAINED if is_training else VALIDATED)[task],
             table.FALLBACK: FALLBACK if is_training else [],
             table.REFUSED: REFUSED if is_training else [],
             table.UNREAD: [UNREAD[column]],

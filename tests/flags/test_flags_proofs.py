@@ -7,25 +7,25 @@ import operator
 import pytest
 import test_flags
 import test_flags_fallback
-import test_flags_honoured
 import test_flags_ranks
 import test_flags_services
-import test_flags_text
+import test_flags_subwords
 import test_flags_translation
+import test_flags_works
 import test_generation_flags
 from helpers.flag_runs import pieces, prove, rows, table
 
 MODULES = (
     test_flags,
     test_flags_fallback,
-    test_flags_honoured,
+    test_flags_works,
     test_flags_ranks,
     test_flags_services,
-    test_flags_text,
+    test_flags_subwords,
     test_flags_translation,
     test_generation_flags,
 )
-KINDS = (table.HONOURED, table.FALLBACK, table.REFUSED, table.UNREAD)
+KINDS = (table.WORKS, table.FALLBACK, table.REFUSED, table.UNREAD)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -71,10 +71,10 @@ STARTED = "--distributed-port --distributed-no-spawn"
 PROVEN: Proofs = {
     **{
         ("train", kind): (names(BMUF, STARTED, WIDE, *TRAINING) | INIT) & rows("train", kind)
-        for kind in (table.FALLBACK, table.HONOURED)
+        for kind in (table.FALLBACK, table.WORKS)
     },
-    ("validate", table.HONOURED): names(STARTED, "--all-gather-list-size --device-id") | INIT,
-    ("interactive", table.HONOURED): names(STARTED, "--device-id") | INIT,
+    ("validate", table.WORKS): names(STARTED, "--all-gather-list-size --device-id") | INIT,
+    ("interactive", table.WORKS): names(STARTED, "--device-id") | INIT,
 }
 # What a setting changes, if that has another name than the setting.
 CHANGED = {
@@ -294,7 +294,7 @@ class TestTraining:
         with pytest.raises(AssertionError):
             train(words, "--fp8")
         said = capfd.readouterr().err
-        assert "needs the captured step, but this run uses fairseq's own step (" in said
+        assert "needs our step, but this run uses fairseq's own step (" in said
         assert said.count(": remove --fp8.") == 2  # by each rank
 
     def test_sharding_needs_the_captured_step(
@@ -304,7 +304,7 @@ class TestTraining:
         with pytest.raises(AssertionError):
             run("train", data, tmp_path / "save", line, tmp_path / "ranks")
         assert (
-            "error: --zero-sharding os with ls_adam needs the captured step, but this run uses "
+            "error: --zero-sharding os with ls_adam needs our step, but this run uses "
             "fairseq's own step (--heartbeat-timeout): remove --zero-sharding."
         ) in capfd.readouterr().err
 

@@ -50,8 +50,8 @@ CONSTRAINTS = ("ordered", "unordered")
 # A line of several settings shows that they work together, not that each of them has an effect.
 ALONE = [line for line in SEARCHES.values() if len(pieces(line.removeprefix(PLAIN))) == 1]
 PROVEN: Proofs = {
-    ("generate", table.HONOURED): names(*ALONE),
-    ("interactive", table.HONOURED): names("--constraints"),
+    ("generate", table.WORKS): names(*ALONE),
+    ("interactive", table.WORKS): names("--constraints"),
 }
 
 

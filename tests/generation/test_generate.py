@@ -299,6 +299,7 @@ def test_bad_lines(place: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2 and len(of_kind(result.stdout, "H")) == 2
     note, error = result.stderr.splitlines()[-2:]
     assert "1 of the 3 source words is not in the dictionary and was read" in note
+    assert note.endswith("add --bpe subword_nmt --bpe-codes FILE --remove-bpe.")
     assert "Sentence 2 (counted from 0) has (" in error and "31" in error
     lines.write_bytes("w1\nStraße\n".encode("latin-1"))
     result = interactive(place, "--input", lines)

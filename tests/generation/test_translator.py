@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,11 @@ def test_fairseqs_own_model_and_fairseq_afterwards(toy: Toy, translator: Transla
         assert a.tokens == b.tokens and a.score == pytest.approx(b.score, abs=1e-4)
 
 
+def shown(error: Exception) -> str:
+    """What Python prints if a program does not catch the error."""
+    return "".join(traceback.format_exception(error))
+
+
 def test_the_class_is_there_before_torch_is() -> None:
     code = "import sys; from lightseq_fairseq import Translator; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True)
@@ -270,6 +276,7 @@ def test_bad_sentences_and_options(
     with pytest.raises(UserError, match=sentence) as caught:
         translator.translate(sentences, **options)
     assert "\n" not in str(caught.value) and str(caught.value).endswith((".", "?"))
+    assert shown(caught.value).count("Traceback") == 1
     assert translator.translate(LINES[0]).text.startswith("seven six")  # the translator still works
 
 
@@ -325,6 +332,7 @@ def test_what_cannot_be_loaded(
     with pytest.raises(UserError, match=sentence) as caught:
         Translator.from_pretrained(**given, cpu=True)
     assert "\n" not in str(caught.value) and str(caught.value)[-1] in ".?e"
+    assert shown(caught.value).count("Traceback") == 1
 
 
 @pytest.mark.gpu
@@ -343,7 +351,7 @@ def test_on_a_gpu(toy: Toy, translator: Translator, precision: dict[str, Any]) -
 
 
 def test_words_that_are_not_in_the_dictionary_are_a_warning(translator: Translator) -> None:
-    with pytest.warns(UserWarning, match="1 of the 2 source words is not in the dictionary"):
+    with pytest.warns(UserWarning, match="1 of the 2 source words is not.*, bpe_codes=FILE, "):
         translator.translate("eins unbekannt")
 
 

@@ -16,8 +16,9 @@ from helpers import forked_commands, parity  # prepares fairseq
 from torch import Tensor
 
 from lightseq_fairseq.cli import bench
-from lightseq_fairseq.cli.benchmark.train.cases import Case, command
+from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case, command
 from lightseq_fairseq.cli.words import defaults
+from lightseq_fairseq.cli.words.argv import without_prefixes
 
 from fairseq import tasks  # isort: skip
 
@@ -38,13 +39,14 @@ def bench_once(
     folder: Path, case: str, systems: Sequence[str], *corpus: object
 ) -> tuple[Any, dict[str, Any]]:
     """The result of ``lightseq-bench train``, and its rows by system; ``corpus`` holds further
-    words."""
+    words. Few updates are profiled, since profiles of a CPU are long to read."""
     output = folder / "rows.json"
-    done = bench_forked(
-        "train", "--case", case, "--systems", ",".join(systems),
-        "--updates", 40, "--warm-up", 5, "--rounds", 1, "--workers", 0, *corpus,
-        "--output", output, "--logs", folder / "logs",
-    )  # fmt: skip
+    with mock.patch.dict(SYSTEMS, {name: how._replace(marks=4) for name, how in SYSTEMS.items()}):
+        done = bench_forked(
+            "train", "--case", case, "--systems", ",".join(systems),
+            "--updates", 40, "--warm-up", 5, "--rounds", 1, "--workers", 0, *corpus,
+            "--output", output, "--logs", folder / "logs",
+        )  # fmt: skip
     return done, {row["system"]: row for row in json.loads(output.read_text())}
 
 
@@ -53,7 +55,7 @@ def fairseqs(case: Case, data: Path, *flags: object) -> tuple[Any, Any]:
     words = command(case, "fairseq", data, data / "report.json", 1, False, 0)
     words = [word for word in words[words.index("--") + 1 :] if word != "--native"]
     words = defaults.complete([*words, *map(str, flags)], defaults.Machine())
-    cfg = parity.parse(defaults.native_twin(words))
+    cfg = parity.parse(without_prefixes(words))
     return cfg, tasks.setup_task(cfg.task)
 
 

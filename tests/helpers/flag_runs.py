@@ -20,7 +20,7 @@ from scripts import flags as table
 
 ROOT = Path(__file__).resolve().parents[2]
 
-HONOURED = ROOT / "tests" / "flags" / "honoured.txt"
+WORKS = ROOT / "tests" / "flags" / "works.txt"
 
 Proofs = dict[tuple[str, str], set[str]]
 
@@ -41,9 +41,9 @@ SETTINGS = table.translation_settings()
 
 
 def lines(subject: str) -> list[str]:
-    """The lines of honoured.txt whose title begins with the subject, or names it as a command."""
+    """The lines of works.txt whose title begins with the subject, or names it as a command."""
     found = []
-    for part in HONOURED.read_text().split("\n# ")[1:]:
+    for part in WORKS.read_text().split("\n# ")[1:]:
         title, *rest = part.splitlines()
         commands = title.partition(":")[0].split(", ")
         if title.startswith(subject) or subject in commands:

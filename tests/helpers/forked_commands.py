@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from importlib import metadata
 from pathlib import Path
 
@@ -81,6 +83,7 @@ def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | 
         # And so torch and fairseq.
         for module in ("torch._dynamo", "lightseq_fairseq.plugins", "matplotlib.figure"):
             importlib.import_module(module)
+        gc.freeze()  # the forked processes need not go through what they share
         waiting.register(sys.stdin, selectors.EVENT_READ)
         waiting.register(listener, selectors.EVENT_READ)
         while True:
@@ -118,11 +121,7 @@ def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | 
             connection.close()
 
 
-def main() -> None:
-    command = serve(*sys.argv[1:])
-    if command is None:
-        return
-    words, folder, environment = command
+def run(words: list[str], folder: str, environment: dict[str, str]) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -140,6 +139,28 @@ def main() -> None:
     sys.argv, sys.path[0] = [script, *words[1:]], str(BIN)
     sys.modules["__main__"].__file__ = script
     sys.exit(point.load()())
+
+
+def main() -> None:
+    command = serve(*sys.argv[1:])
+    if command is None:
+        return
+    status = 0
+    try:
+        run(*command)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    # What Python does at its end, except that it takes all modules apart, for a second.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import helpers.forked_commands as forked_commands
@@ -23,8 +22,10 @@ def script(name: str, *words: str | Path, **variables: str) -> subprocess.Comple
     )  # fmt: skip
 
 
-def command(name: str, *words: str | Path) -> list[str]:
+def command(name: str, *words: str | Path, python: str | None = None) -> list[str]:
+    """The command line; ``python`` runs it if it is a module, by default forked."""
     program = ["bash", str(FOLDER / name)]
     if name.endswith(".py"):
-        program = [sys.executable, "-m", f"examples.multi30k.{Path(name).stem}"]
+        python = python or str(forked_commands.python())
+        program = [python, "-m", f"examples.multi30k.{Path(name).stem}"]
     return [*program, *map(str, words)]

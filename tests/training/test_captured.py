@@ -29,6 +29,7 @@ from fairseq.tasks.translation import TranslationTask
 from lightseq_fairseq.cli.checks import Request, messages
 from lightseq_fairseq.plugins.criterion import LabelSmoothedCrossEntropyCriterion
 from lightseq_fairseq.plugins.transformer import LSTransformerModel
+from lightseq_fairseq.step.objectives import SentenceClasses
 from lightseq_fairseq.step.training_step import TrainingStep
 from lightseq_fairseq.training.background import Writer
 
@@ -40,6 +41,14 @@ class Tenfold(LabelSmoothedCrossEntropyCriterion):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         loss, sample_size, logged = super().forward(*arguments, **keywords)
         return 10 * loss, sample_size, {**logged, "loss": 10 * logged["loss"]}
+
+
+@register_criterion("ls_of_heads", dataclass=LabelSmoothedCrossEntropyCriterionConfig)
+class OfHeads(LabelSmoothedCrossEntropyCriterion):
+    """Its objective needs a model with classification heads."""
+
+    def objective(self) -> Any:
+        return SentenceClasses("head")
 
 
 @register_model_architecture("ls_transformer", "ls_transformer_that_drops")
@@ -59,12 +68,16 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"arch": "transformer_tiny"}, "the arch does not support the captured step"),
+        ({"arch": "transformer_tiny"}, "our step does not support the arch"),
         (
             {"criterion": "label_smoothed_cross_entropy"},
-            "the criterion does not support the captured step",
+            "our step does not support the criterion",
         ),
-        ({"criterion": "ls_tenfold"}, "the criterion does not support the captured step"),
+        ({"criterion": "ls_tenfold"}, "our step does not support the criterion"),
+        (
+            {"criterion": "ls_of_heads"},
+            "our step does not support the arch with this criterion",
+        ),
         ({"optimizer": "adam"}, "the optimizer is not ls_adam"),
         ({"encoder_layerdrop": 0.1}, "--encoder-layerdrop"),
         ({"arch": "ls_transformer_that_drops"}, "the arch sets --encoder-layerdrop"),

@@ -57,7 +57,7 @@ def test_a_model_without_a_source_is_trained(by_sentence: bool, accuracy: bool) 
     model = NextWord().double()
     flatten_parameters(model)
     expected = copy.deepcopy(model)
-    objective = LabelSmoothing(0.1, PAD, accuracy, 1, by_sentence)
+    objective = LabelSmoothing(PAD, by_sentence, 0.1, accuracy, 1)
     (low,) = flat_buffers(model.parameters())
     step = TrainingStep(
         model,

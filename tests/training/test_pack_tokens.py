@@ -112,7 +112,7 @@ def natives(data: Path, folder: Path, **flags: Any) -> list[float]:
         ({"bf16": True}, None),
         (
             {"criterion": "label_smoothed_cross_entropy"},
-            "the criterion does not support the captured step",
+            "our step does not support the criterion",
         ),
         ({"optimizer": "adam", "update_freq": 2, "max_update": 6}, "the optimizer is not ls_adam"),
         ({"required_seq_len_multiple": 4, "empty_cache_freq": 5}, "--empty-cache-freq"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 import re
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import helpers.cli_runs as cli_runs
 import helpers.training_runs as runs
@@ -20,6 +23,10 @@ from lightseq_fairseq.training import resuming
 PARTS = {"ours": runs.LS, "fairseq's step": runs.NATIVE}
 EPOCH = 7  # updates
 VALIDATED = {"disable_validation": None, "warmup_updates": None}
+PRECISIONS = {
+    **runs.PRECISIONS,
+    "memory-efficient fp16": {**runs.PRECISIONS["fp16"], "memory_efficient_fp16": True},
+}
 PLATEAU: dict[str, Any] = {
     **VALIDATED, "lr_scheduler": "reduce_lr_on_plateau", "lr": 0.02, "lr_shrink": 0.5,
     "lr_patience": 1, "lr_threshold": 0.5,
@@ -129,22 +136,36 @@ def test_stop_min_lr(data: Path, tmp_path: Path, stop: int) -> None:
     assert differences(tmp_path / "whole", tmp_path / "parts") == []
 
 
+WORSE = {"lr": 1e-30, "patience": 1, "disable_validation": None}  # each validation is the same
+FALLING = {"lr_scheduler": "step", "lr_deacy_period": 5, "warmup_updates": None}
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"max_update": 4}, "the checkpoint has 4 updates, and --max-update is 4"),
-        ({"max_update": None, "stop_time_hours": 1e-9}, "--stop-time-hours is 1e-09"),
+        ({"max_update": 4}, "the checkpoint has 4 updates, and --max-update is 4; to train on,"),
+        ({"max_epoch": 1}, "the checkpoint has 1 epochs, and --max-epoch is 1; to train on, raise"),
+        ({"stop_time_hours": 1e-9}, "and --stop-time-hours is 1e-09; to train on, raise --stop-t"),
+        (
+            WORSE,
+            "the last 1 validations have not improved, and --patience is 1; to train on, raise",
+        ),
+        ({**FALLING, "stop_min_lr": 3e-3}, ""),
     ],
+    ids=["update", "epoch", "hours", "patience", "rate"],
 )
 def test_a_run_that_has_ended_trains_no_further(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: dict[str, Any], reason: str
 ) -> None:
-    assert runs.run(data, tmp_path, **runs.LS, **flags)
-    before = (tmp_path / "checkpoint_last.pt").read_bytes()
+    flags = {**runs.LS, "max_update": None, **flags}
+    assert runs.run(data, tmp_path, **flags)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     caplog.set_level(logging.INFO)
-    assert runs.run(data, tmp_path, **runs.LS, **flags) == []
-    assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
-    assert re.search(f"nothing to train: .*{reason}", caplog.text)
+    caplog.clear()
+    assert runs.run(data, tmp_path, **flags) == []
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (said,) = re.findall("nothing to train: (.*)|stopping training because current", caplog.text)
+    assert reason in said
 
 
 @pytest.mark.parametrize(
@@ -166,6 +187,43 @@ def test_resets(data: Path, tmp_path: Path, reset: str, epochs: int, bad: int) -
     state = load(tmp_path)["extra_state"]
     assert state["train_iterator"]["epoch"] - 1 == epochs
     assert state[resuming._KEPT]["num_bad_epochs"] == bad
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "native"),
+    [(*pair, False) for pair in itertools.permutations(PRECISIONS, 2)]
+    + [("fp32", "bf16", True), ("bf16", "fp32", True)],
+)
+def test_any_precision_resumes_from_any(
+    data: Path, tmp_path: Path, saved: str, asked: str, native: bool
+) -> None:
+    """The state is that of the file: parameters, moments, number of updates."""
+    kind = {**(runs.NATIVE if native else runs.LS), "native": native}
+    before = runs.run(data, tmp_path, **kind, **PRECISIONS[saved], max_update=9)
+    file = load(tmp_path)
+    found: list[dict[str, Any]] = []
+    step = runs.Trainer.train_step
+
+    def look(self: runs.Trainer, *arguments: Any) -> Any:
+        self.consolidate_optimizer()
+        found.append(copy.deepcopy(self.state_dict()))
+        return step(self, *arguments)
+
+    with mock.patch.object(runs.Trainer, "train_step", look):
+        after = runs.run(data, tmp_path, **runs.LS, **PRECISIONS[asked], max_update=12)
+    assert len(after) == 3 and max(after) < before[0]
+    last = [state["optimizer_history"][-1] for state in (file, found[0])]
+    assert last[0]["num_updates"] == last[1]["num_updates"] == 9
+    assert last[0]["lr_scheduler_state"] == last[1]["lr_scheduler_state"]
+    for name, value in file["model"].items():
+        there = found[0]["model"][name]
+        assert torch.equal(value.to(there.dtype), there), name
+    for moment in ("exp_avg", "exp_avg_sq"):
+        ours, theirs = (
+            torch.cat([entry[moment].flatten() for _, entry in sorted(state.items())])
+            for state in (x["last_optimizer_state"]["state"] for x in (found[0], file))
+        )
+        assert torch.equal(ours, theirs), moment
 
 
 def test_fairseqs_trainer_resumes_from_these_files(data: Path, tmp_path: Path) -> None:

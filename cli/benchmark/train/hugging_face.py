@@ -24,7 +24,8 @@ def config(shape: Shape, vocabulary: int, attention: str = "sdpa") -> transforme
         hidden_act=shape.activation, hidden_dropout_prob=DROPOUT,
         attention_probs_dropout_prob=shape.attention_dropout,
         max_position_embeddings=shape.positions + UNUSED_POSITIONS, type_vocab_size=1,
-        layer_norm_eps=1e-5, pad_token_id=PAD, attn_implementation=attention,
+        layer_norm_eps=1e-5, pad_token_id=PAD,
+        attn_implementation=attention,  # type: ignore[call-arg, unused-ignore]
     )  # fmt: skip
 
 

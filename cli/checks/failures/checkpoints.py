@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from lightseq_fairseq.base import families
-from lightseq_fairseq.cli.checks import Request, sizes
+from lightseq_fairseq.cli.checks import Request, checkpoints, sizes
 from lightseq_fairseq.cli.checks.failures.cause import Cause
 from lightseq_fairseq.cli.checks.failures.known import Known, Rule, checkpoint, data_folder
-from lightseq_fairseq.cli.words.defaults import flag_of, is_given
+from lightseq_fairseq.cli.words.argv import flag_of, is_given
 
 _MISMATCH = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\(\[([\d, ]*)\]\) from "
@@ -100,10 +101,25 @@ def _no_update(found: re.Match[str], request: Request) -> str:
 
 
 def _other_part(found: re.Match[str], request: Request) -> str:
-    what, saved, asked = found.groups()
+    """fairseq compares the classes; that of an optimizer depends on the precision, too."""
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+    part = found[1].lower()
+    is_optimizer = part == "optimizer"
+    file = checkpoints.saved(checkpoints.initial(request.args)[1])
+
+    def named(settings: dict[str, Any], common: dict[str, Any]) -> str:
+        name = settings.get("_name") or settings.get(part)
+        precision = next((kind for kind in ("bf16", "fp16", "amp") if common.get(kind)), "fp32")
+        return f"--{part} {name}" + f" in {precision}" * is_optimizer
+
+    args = {name: value for name, value in vars(request.args).items() if name != "_name"}
+    asked, saved = named(args, args), named(settings_of(file, part), settings_of(file, "common"))
+    of_adam = "ls_adam resumes from adam in any precision. " * saved.startswith("--optimizer adam ")
     return (
         f"This run uses {asked}, but {checkpoint(request)} was saved with {saved}: use its "
-        f"{what.lower()} and precision, or reset the optimizer with --reset-optimizer."
+        f"{part}{' and precision' * is_optimizer}. {of_adam}With --reset-optimizer, the state of "
+        "the optimizer, the number of updates and the warm-up begin again."
     )
 
 

@@ -8,8 +8,8 @@ import re
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.checks.failures.cause import Cause
 from lightseq_fairseq.cli.checks.failures.known import Known, Rule
+from lightseq_fairseq.cli.words.argv import flag_of, value
 from lightseq_fairseq.cli.words.command_lines import ended
-from lightseq_fairseq.cli.words.defaults import flag_of, value
 
 # fairseq's own checks of flags whose message already says what is wrong.
 _PLAIN = (

@@ -77,10 +77,10 @@ def test_every_row_has_a_proof() -> None:
         *REFUSED["train"]
     )
     for proven, command, kind in (
-        (named(*TRAINED), "train", table.HONOURED),
+        (named(*TRAINED), "train", table.WORKS),
         (named(*FALLBACK), "train", table.FALLBACK),
         (named(*REFUSED["train"]) | parts, "train", table.REFUSED),
-        (named(*EVAL) | ELSEWHERE, "eval-lm", table.HONOURED),
+        (named(*EVAL) | ELSEWHERE, "eval-lm", table.WORKS),
         (named(*REFUSED["eval-lm"]), "eval-lm", table.REFUSED),
         (set(), "eval-lm", table.FALLBACK),
         ({"--future-target"}, "train", table.UNREAD),

@@ -126,7 +126,7 @@ def test_scores_only_against_a_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "interactive"])
-@pytest.mark.parametrize(("flags", "sentence"), refusals(__file__, "test_language_model_flags"))
+@pytest.mark.parametrize(("flags", "sentence"), refusals(__file__, "test_flags_prompts"))
 def test_bad_input(command: str, flags: str, sentence: str) -> None:
     toy = counting.toy()
     words = f"--task language_modeling --path {toy.path} --cpu --dataset-impl raw "

@@ -1,5 +1,4 @@
-"""Every setting that docs/flags.md calls honoured in training: the captured step does what fairseq
-does.
+"""Every setting that docs/flags.md answers with "works" in training: the captured step does it.
 
 Each line of settings is trained twice without dropout, by us on the captured step and by fairseq.
 Losses, logged statistics, requests to torch and written files agree, and each setting changes some
@@ -32,7 +31,7 @@ OTHER_PARTS = {
     "--adam-betas None | --optimizer sgd": "the optimizer is not ls_adam",
 }
 CPU, EXPORT = "--cpu", "--export"
-PROVEN: Proofs = {("train", table.HONOURED): proven(*LINES, *OTHER_PARTS, CPU, EXPORT)}
+PROVEN: Proofs = {("train", table.WORKS): proven(*LINES, *OTHER_PARTS, CPU, EXPORT)}
 Run = Callable[[str, bool], Trace]
 
 

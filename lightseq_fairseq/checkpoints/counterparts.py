@@ -1,0 +1,460 @@
+"""Models of Hugging Face `transformers` that compute what a model of fairseq computes.
+
+`COUNTERPARTS` has a record of each kind of model. It drives both directions, see `huggingface`. A
+new kind is a record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lightseq_fairseq.base import families
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import Family
+
+Names = tuple[tuple[str, str], ...]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Field(NamedTuple):
+    """A setting of fairseq and the field of config.json that decides it.
+
+    Attributes:
+        setting, name: of fairseq, and in config.json.
+        default: the value in `transformers` if config.json lacks the field, or a function of it.
+        read, write: from the field's value to the setting's, and back.
+    """
+
+    setting: str
+    name: str
+    default: Any
+    read: Callable[[Any], Any] = _same
+    write: Callable[[Any], Any] = _same
+
+
+class Fixed(NamedTuple):
+    """A field of config.json that must have one value, because fairseq has no other.
+
+    Attributes:
+        default: the value in `transformers` if config.json lacks the field.
+    """
+
+    name: str
+    value: Any
+    default: Any
+
+
+class Counterpart(NamedTuple):
+    """A kind of models in both worlds.
+
+    Attributes:
+        types: model_type in config.json -> the first part of the names of its classes.
+        classes: the last parts of those that can be read; the first one is written.
+        classifier: that of a model with a classification head; empty if there is none.
+        family, arch, task: of fairseq.
+        fields: the settings that config.json decides.
+        settings: those that all these models have in fairseq.
+        fixed: the fields that all these models have in `transformers`.
+        names: prefixes of the names of parameters, fairseq's and Hugging Face's. "*" is a number.
+        base: what names in files of the class without a head lack.
+        tied: fairseq's names of one table. A file may have any of them.
+        tables: fairseq's names of parameters with a row for each word -> the side of the words.
+        optional: prefix of fairseq's parameters that a file may lack; they are zero then.
+        ignored: Hugging Face's parameters that the function does not read.
+        fused: part of Hugging Face's names of q, k and v as one matrix; `names` has only the q.
+        transposed: Hugging Face's matrices that are stored as [inputs, outputs].
+        first_position: rows of fairseq's learned positions that Hugging Face's table lacks.
+        types_table: Hugging Face's embedding of token types, whose row 0 is added to each token.
+        sinusoids: Hugging Face's tables of sinusoidal positions, which fairseq does not save.
+        logits_bias: Hugging Face's bias of the logits, which is zero in fairseq.
+        languages: pattern of words that name a language, and how fairseq writes a language.
+        spare: a word that no text has, for rows that fairseq has in addition.
+        sides: side of the words -> config.json's field of their number, and the file with the words
+            if the folder has no tokenizer.json.
+    """
+
+    types: dict[str, str]
+    classes: tuple[str, ...]
+    family: Family
+    arch: str
+    task: str
+    fields: tuple[Field, ...]
+    settings: dict[str, Any]
+    fixed: tuple[Fixed, ...]
+    names: Names
+    base: str
+    tied: tuple[str, ...]
+    tables: dict[str, str]
+    classifier: str = ""
+    optional: str = ""
+    ignored: str = ""
+    fused: str = ""
+    transposed: str = ""
+    first_position: int = 0
+    types_table: str = ""
+    sinusoids: tuple[str, ...] = ()
+    logits_bias: str = ""
+    languages: tuple[str, str] | None = None
+    spare: str = ""
+    sides: dict[str, tuple[str, str]] = {"source": ("vocab_size", "vocab.json")}
+
+    def theirs(self, name: str) -> str | None:
+        """Hugging Face's name of fairseq's parameter."""
+        return _renamed(name, self.names)
+
+    def ours(self, name: str) -> str | None:
+        """fairseq's name of Hugging Face's parameter; None: there is none."""
+        if not any(re.match(_pattern(theirs), name) for _, theirs in self.names):
+            name = self.base + name
+        return _renamed(name, tuple((theirs, ours) for ours, theirs in self.names))
+
+
+def _pattern(prefix: str) -> str:
+    return re.escape(prefix).replace(r"\*", r"(\d+)")
+
+
+def _renamed(name: str, names: Names) -> str | None:
+    for before, after in names:
+        if found := re.match(_pattern(before), name):
+            for number in found.groups():
+                after = after.replace("*", number, 1)
+            return after + name[found.end() :]
+    return None
+
+
+_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_accurate"}
+
+
+def _activation(name: str, default: str) -> Field:
+    back = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    return Field("activation_fn", name, default, lambda v: _ACTIVATIONS.get(v), back.get)
+
+
+def _not(value: Any) -> bool:
+    return not value
+
+
+_TIED = Fixed("tie_word_embeddings", True, True)
+_MODEL = "encoder.sentence_encoder."
+ROBERTA = Counterpart(
+    types={"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
+    classes=("ForMaskedLM", "Model", "ForSequenceClassification"),
+    classifier="ForSequenceClassification",
+    family=families.ROBERTA,
+    arch="roberta",
+    task="masked_lm",
+    fields=(
+        Field("encoder_embed_dim", "hidden_size", 768),
+        Field("encoder_layers", "num_hidden_layers", 12),
+        Field("encoder_attention_heads", "num_attention_heads", 12),
+        Field("encoder_ffn_embed_dim", "intermediate_size", 3072),
+        # The table has two more rows: for numbers up to the pad's, 1.
+        Field("max_positions", "max_position_embeddings", 512, lambda v: v - 2, lambda v: v + 2),
+        _activation("hidden_act", "gelu"),
+        Field("dropout", "hidden_dropout_prob", 0.1),
+        Field("attention_dropout", "attention_probs_dropout_prob", 0.1),
+    ),
+    settings={
+        "encoder_normalize_before": False,
+        "encoder_learned_pos": True,
+        "layernorm_embedding": True,
+        "no_scale_embedding": True,
+        "no_token_positional_embeddings": False,
+        "untie_weights_roberta": False,
+        "pooler_activation_fn": "tanh",
+    },
+    fixed=(
+        Fixed("type_vocab_size", 1, 2),
+        Fixed("layer_norm_eps", 1e-5, 1e-12),
+        Fixed("is_decoder", False, False),
+        Fixed("add_cross_attention", False, False),
+        Fixed("position_embedding_type", "absolute", "absolute"),
+        _TIED,
+    ),
+    names=(
+        (f"{_MODEL}embed_tokens.", "roberta.embeddings.word_embeddings."),
+        (f"{_MODEL}embed_positions.", "roberta.embeddings.position_embeddings."),
+        (f"{_MODEL}layernorm_embedding.", "roberta.embeddings.LayerNorm."),
+        *(
+            (f"{_MODEL}layers.*.{ours}.", f"roberta.encoder.layer.*.{theirs}.")
+            for ours, theirs in (
+                ("self_attn.q_proj", "attention.self.query"),
+                ("self_attn.k_proj", "attention.self.key"),
+                ("self_attn.v_proj", "attention.self.value"),
+                ("self_attn.out_proj", "attention.output.dense"),
+                ("self_attn_layer_norm", "attention.output.LayerNorm"),
+                ("fc1", "intermediate.dense"),
+                ("fc2", "output.dense"),
+                ("final_layer_norm", "output.LayerNorm"),
+            )
+        ),
+        ("encoder.lm_head.weight", "lm_head.decoder.weight"),
+        ("encoder.lm_head.bias", "lm_head.bias"),
+        ("encoder.lm_head.bias", "lm_head.decoder.bias"),
+        ("encoder.lm_head.", "lm_head."),
+        ("classification_heads.sentence_classification_head.", "classifier."),
+    ),
+    base="roberta.",
+    tied=(f"{_MODEL}embed_tokens.weight", "encoder.lm_head.weight"),
+    tables={f"{_MODEL}embed_tokens.weight": "source", "encoder.lm_head.bias": "source"},
+    optional="encoder.lm_head.",
+    ignored=r"roberta\.(pooler\..*|embeddings\.position_ids)",
+    types_table="roberta.embeddings.token_type_embeddings.weight",
+)
+
+DECODER_TABLES = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
+GPT2 = Counterpart(
+    types={"gpt2": "GPT2"},
+    classes=("LMHeadModel", "Model"),
+    family=families.LANGUAGE_MODEL,
+    arch="transformer_lm",
+    task="language_modeling",
+    fields=(
+        Field("decoder_embed_dim", "n_embd", 768),
+        Field("decoder_input_dim", "n_embd", 768),
+        Field("decoder_output_dim", "n_embd", 768),
+        Field("decoder_layers", "n_layer", 12),
+        Field("decoder_attention_heads", "n_head", 12),
+        Field("decoder_ffn_embed_dim", "n_inner", lambda config: 4 * config.get("n_embd", 768)),
+        Field("max_target_positions", "n_positions", 1024),
+        _activation("activation_function", "gelu_new"),
+        Field("dropout", "resid_pdrop", 0.1),
+        Field("dropout", "embd_pdrop", 0.1),
+        Field("attention_dropout", "attn_pdrop", 0.1),
+    ),
+    settings={
+        "decoder_normalize_before": True,
+        "decoder_learned_pos": True,
+        "share_decoder_input_output_embed": True,
+        "no_scale_embedding": True,
+        "layernorm_embedding": False,
+        "no_decoder_final_norm": False,
+        "no_token_positional_embeddings": False,
+        "adaptive_input": False,
+        "adaptive_softmax_cutoff": None,
+        "character_embeddings": False,
+    },
+    fixed=(
+        Fixed("layer_norm_epsilon", 1e-5, 1e-5),
+        Fixed("scale_attn_weights", True, True),
+        Fixed("scale_attn_by_inverse_layer_idx", False, False),
+        Fixed("add_cross_attention", False, False),
+        _TIED,
+    ),
+    names=(
+        ("decoder.embed_tokens.", "transformer.wte."),
+        ("decoder.embed_positions.", "transformer.wpe."),
+        ("decoder.layer_norm.", "transformer.ln_f."),
+        ("decoder.output_projection.", "lm_head."),
+        ("decoder.layers.*.self_attn.q_proj.", "transformer.h.*.attn.c_attn."),
+        *(
+            (f"decoder.layers.*.{ours}.", f"transformer.h.*.{theirs}.")
+            for ours, theirs in (
+                ("self_attn.out_proj", "attn.c_proj"),
+                ("self_attn_layer_norm", "ln_1"),
+                ("fc1", "mlp.c_fc"),
+                ("fc2", "mlp.c_proj"),
+                ("final_layer_norm", "ln_2"),
+            )
+        ),
+    ),
+    base="transformer.",
+    tied=DECODER_TABLES,
+    tables=dict.fromkeys(DECODER_TABLES, "source"),
+    ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
+    fused=".attn.c_attn.",
+    transposed=r"\.c_\w+\.weight$",
+    first_position=2,
+    spare="\u00c0",  # GPT-2's byte 0xC0
+)
+
+
+def _encoder_decoder(
+    types: dict[str, str], *, pre_norm: bool, learned: bool, **more: Any
+) -> Counterpart:
+    """The record of a kind of encoder-decoders; ``more``: attributes that differ."""
+    words = "encoder.embed_tokens.weight"
+    record = Counterpart(
+        types=types,
+        classes=("ForConditionalGeneration", "Model"),
+        family=families.TRANSLATION,
+        arch="transformer",
+        task="translation",
+        fields=(
+            Field("encoder_embed_dim", "d_model", 1024),
+            *(
+                Field(f"decoder_{kind}_dim", "d_model", 1024)
+                for kind in ("embed", "input", "output")
+            ),
+            *(
+                Field(f"{side}_{setting}", f"{side}_{name}", default)
+                for side in ("encoder", "decoder")
+                for setting, name, default in (
+                    ("layers", "layers", 12),
+                    ("attention_heads", "attention_heads", 16),
+                    ("ffn_embed_dim", "ffn_dim", 4096),
+                )
+            ),
+            *(
+                # It is a setting of training, so a run does not take it from the file.
+                Field(f"{side}_layerdrop", f"{side}_layerdrop", 0.0, lambda _: 0.0, float)
+                for side in ("encoder", "decoder")
+            ),
+            Field("max_source_positions", "max_position_embeddings", 1024),
+            Field("max_target_positions", "max_position_embeddings", 1024),
+            _activation("activation_function", "gelu" if learned else "relu"),
+            Field("no_scale_embedding", "scale_embedding", not learned, _not, _not),
+            Field("dropout", "dropout", 0.1),
+            Field("attention_dropout", "attention_dropout", 0.0 if learned else 0.1),
+            Field("activation_dropout", "activation_dropout", 0.0),
+        ),
+        settings={
+            "encoder_normalize_before": pre_norm,
+            "decoder_normalize_before": pre_norm,
+            "encoder_learned_pos": learned,
+            "decoder_learned_pos": learned,
+            "layernorm_embedding": learned,
+            "share_all_embeddings": True,
+            "no_decoder_final_norm": False,
+            "no_token_positional_embeddings": False,
+            "no_cross_attention": False,
+            "cross_self_attention": False,
+            "adaptive_softmax_cutoff": None,
+        },
+        fixed=(_TIED,),
+        names=(
+            ("encoder.embed_tokens.", "model.shared."),
+            ("decoder.output_projection.", "lm_head."),
+            ("encoder.", "model.encoder."),
+            ("decoder.", "model.decoder."),
+        ),
+        base="model.",
+        tied=(words, *DECODER_TABLES),
+        tables=dict.fromkeys((words, *DECODER_TABLES), "source"),
+        logits_bias="final_logits_bias" if learned else "",
+        ignored="" if learned else r"model\.(encoder|decoder)\.embed_positions\.weights?",
+    )
+    return record._replace(**more)
+
+
+M2M100 = _encoder_decoder(
+    {"m2m_100": "M2M100"},
+    pre_norm=True,
+    learned=False,
+    languages=(r"__(\w+)__|([a-z]{3}_[A-Z][a-z]{3})", "__{}__"),
+)
+MBART = _encoder_decoder(
+    {"mbart": "MBart"},
+    pre_norm=True,
+    learned=True,
+    languages=(r"([a-z]{2}_[A-Z]{2})", "[{}]"),
+)
+BART = _encoder_decoder({"bart": "Bart"}, pre_norm=False, learned=True)
+FSMT = _encoder_decoder({"fsmt": "FSMT"}, pre_norm=False, learned=False)
+FSMT = FSMT._replace(
+    fields=(*FSMT.fields, Field("share_all_embeddings", "tie_word_embeddings", False)),
+    settings={k: v for k, v in FSMT.settings.items() if k != "share_all_embeddings"},
+    fixed=(),
+    sinusoids=tuple(f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")),
+    names=FSMT.names[2:],
+    tables={**FSMT.tables, **dict.fromkeys(DECODER_TABLES, "target")},
+    sides={
+        "source": ("src_vocab_size", "vocab-src.json"),
+        "target": ("tgt_vocab_size", "vocab-tgt.json"),
+    },
+)
+
+COUNTERPARTS = (ROBERTA, GPT2, M2M100, MBART, BART, FSMT)
+
+
+def of_config(config: dict[str, Any]) -> Counterpart:
+    """The record of a model in `transformers`.
+
+    Raises:
+        UserError: there is none, or the model computes something else.
+    """
+    kind = str(config.get("model_type"))
+    record = next((each for each in COUNTERPARTS if kind in each.types), None)
+    if record is None:
+        known = ", ".join(kind for each in COUNTERPARTS for kind in each.types)
+        raise UserError(f"its model_type is {kind}, but only these can be converted: {known}.")
+    for name in config.get("architectures") or ():
+        if name not in (classes := [record.types[kind] + last for last in record.classes]):
+            raise UserError(
+                f"it contains a {name}, but only these classes can be converted: "
+                f"{', '.join(classes)}."
+            )
+    for name, value, default in record.fixed:
+        if (found := config.get(name, default)) != value:
+            raise UserError(
+                f"its {name} is {found}, but fairseq's model of this kind has {value}: it cannot "
+                "compute the same."
+            )
+    return record
+
+
+def settings(record: Counterpart, config: dict[str, Any]) -> dict[str, Any]:
+    """fairseq's settings of a model in `transformers`.
+
+    Raises:
+        UserError: fairseq does not have the activation.
+    """
+    found = dict(record.settings)
+    for setting, name, default, read, _ in record.fields:
+        value = config.get(name)
+        if value is None:
+            value = default(config) if callable(default) else default
+        found[setting] = read(value)
+        if found[setting] is None:
+            raise UserError(f"its {name} is {value}, which fairseq's models do not have.")
+    return found
+
+
+def of_settings(family: Family, args: Any, preferred: str | None) -> tuple[Counterpart, str]:
+    """The record of a model of fairseq, and its model_type.
+
+    Args:
+        preferred: the model_type to choose if several fit; None for the first one.
+
+    Raises:
+        UserError: no model of `transformers` computes the same.
+    """
+    known = [each for each in COUNTERPARTS if each.family is family]
+    known.sort(key=lambda record: preferred not in record.types)
+    problems = []
+    for record in known:
+        problems.append(problem := list(_problems(record, args)))
+        if not problem:
+            return record, sorted(record.types, key=lambda kind: kind != preferred)[0]
+    if not problems:
+        raise UserError(f"Hugging Face has no counterpart of {family.name} that is known here.")
+    raise UserError(
+        f"Hugging Face has no model that computes the same ({min(problems, key=len)[0]}): export "
+        "this one with --to safetensors."
+    )
+
+
+def _problems(record: Counterpart, args: Any) -> Iterator[str]:
+    kind = next(iter(record.types.values()))
+    for name, value in record.settings.items():
+        found = getattr(args, name, None)
+        if (found or None) != (value or None):
+            yield f"{name} is {found}, but {value} in its {kind}"
+    fields: dict[str, Any] = {}
+    for setting, name, _, _, write in record.fields:
+        value = write(getattr(args, setting, None))
+        if fields.setdefault(name, value) != value or value is None:
+            yield f"{setting} is {getattr(args, setting, None)}, which its {kind} cannot have"
+
+
+def config(record: Counterpart, args: Any) -> dict[str, Any]:
+    """The fields of config.json for settings of fairseq."""
+    found = {name: value for name, value, _ in record.fixed}
+    for setting, name, _, _, write in record.fields:
+        found[name] = write(getattr(args, setting))
+    return found
