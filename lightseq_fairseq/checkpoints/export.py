@@ -165,14 +165,17 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
     advice = "set --data to the folder with the run's dictionaries, as in --data data-bin."
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: {advice}")
-    if _settings_in(*task.dictionaries.values()):
+    names_of = task.dictionaries
+    if _settings_in(*names_of.values()) and (folder / "dict.txt").exists():
+        names_of = dict.fromkeys(names_of, "dict.txt")  # written by lightseq-import
+    elif _settings_in(*names_of.values()):
         if not (args.source_lang and args.target_lang):
             args.source_lang, args.target_lang = data_utils.infer_language_pair(str(folder))
         if not (args.source_lang and args.target_lang):
             raise UserError(
                 f"Neither the checkpoint nor the files in {folder} name the two languages: {advice}"
             )
-    files_of = {side: name.format(**vars(args)) for side, name in task.dictionaries.items()}
+    files_of = {side: name.format(**vars(args)) for side, name in names_of.items()}
     if getattr(args, "regression_target", False):
         files_of.pop("label", None)
     sizes = dict(zip(("source", "target"), _sizes(trained.checkpoint["model"])))
