@@ -66,7 +66,8 @@ def notes(
     command: str, argv: Sequence[str], parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> Iterator[str]:
     """Yields a sentence for each setting of ``argv`` that has no effect."""
-    unread = settings.unread(command, args.task)
+    family = conditions.family_of(args.arch) if command == "train" else None
+    unread = settings.unread(command, args.task, family)
     given = {name(a) for a in parser._actions if is_given(argv, a.option_strings)}
     for flag in sorted(given):
         if flag in unread:
