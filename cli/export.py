@@ -70,19 +70,19 @@ def main(
         raise UserError("--tokenizer needs --to huggingface: add it, or remove --tokenizer.")
     if to != "fairseq":
         _require(to, "safetensors" if to == "huggingface" else to)
-    from lightseq_fairseq.checkpoints import export, huggingface
+    from lightseq_fairseq.checkpoints import export, to_huggingface
 
     trained = export.read(source)
     if to == "fairseq":
         if data is not None:
             export.find_dictionaries(trained, data)
         export.to_fairseq(trained, output)
+    elif to == "huggingface":
+        to_huggingface.write(trained, output, data, tokenizer)
     else:
         found = export.find_dictionaries(trained, data)
         if to == "ctranslate2":
             export.to_ctranslate2(trained, found, output, quantization)
-        elif to == "huggingface":
-            huggingface.to_huggingface(trained, found, output, tokenizer)
         else:
             export.to_safetensors(trained, found, output)
     click.echo(f"wrote {output}")

@@ -44,9 +44,9 @@ def main(source: Path, output: Path) -> None:
 
 def _hugging_face(source: Path, output: Path) -> None:
     from lightseq_fairseq.base import files
-    from lightseq_fairseq.checkpoints import huggingface, saving
+    from lightseq_fairseq.checkpoints import from_huggingface, saving
 
-    state, vocabularies = huggingface.to_native(source)
+    state, vocabularies = from_huggingface.to_native(source)
     args = state["args"]
     args.data = str(output.resolve())
     names = {side: f"dict.{getattr(args, f'{side}_lang', None)}.txt" for side in vocabularies}
@@ -63,7 +63,7 @@ def _hugging_face(source: Path, output: Path) -> None:
     dictionary = " ".join(
         f"--{flag}dict {output / name}" for flag, name in zip(("src", "tgt"), names.values())
     )
-    joined = " --joined-dictionary" if args.arch == "transformer" and len(names) == 1 else ""
+    joined = " --joined-dictionary" if args.task == "translation" and len(names) == 1 else ""
     click.echo(
         f"wrote {output}; to train it further:\n"
         f"lightseq-preprocess ... {dictionary}{joined}\n"

@@ -40,7 +40,6 @@ OLDEST_ARCHITECTURE = 80  # bfloat16 on the tensor cores, asynchronous copies
 # Unfinished files of an interrupted build: objects and libraries named after its process ID.
 PARTIAL = re.compile(r"(?:\w+-[0-9a-f]{16}|liblightseq_cu\d+)\.(\d+)(?:\.o)?")
 RESOURCES = re.compile(r"ptxas info|Compile time|\s+\d+ bytes stack frame")
-HEADERS = ".cuh", ".h"
 # Units that include this have instructions that only sm_90 has; nvcc calls that target sm_90a.
 WGMMA = '"common/ptx/wgmma.cuh"'
 HOPPER = "sm_90"  # the GPU that runs a library built with --acts-as
@@ -275,6 +274,20 @@ def remove_partials(folder: Path) -> None:
                 pass  # the process exists and belongs to another user
 
 
+def included(unit: Path, sources: Path) -> list[Path]:
+    """The headers of the project that a file includes, also those that these include."""
+    found: set[Path] = set()
+    pending = [unit]
+    while pending:
+        path = pending.pop()
+        for name in re.findall(r'(?m)^\s*#\s*include\s+"(.+)"', path.read_text()):
+            for header in (path.parent / name, sources / name):
+                if header.is_file() and header not in found:
+                    found.add(header)
+                    pending.append(header)
+    return sorted(found)
+
+
 def compile_sources(
     toolchain: Toolchain, sources: Path, objects: Path, architectures: tuple[str, ...], jobs: int,
     acts_as: int | None,
@@ -290,8 +303,7 @@ def compile_sources(
         *(("-isystem", str(toolchain.cublas)) if toolchain.cublas else ()),
     ]
     # Hash contents, not folders: when pip builds a wheel, the folder of the headers has a new name.
-    headers = [
-        *(path.read_bytes() for path in sorted(sources.rglob("*")) if path.suffix in HEADERS),
+    others = [
         (toolchain.torch / "version.py").read_bytes(),
         *([(toolchain.cublas / "cublasLt.h").read_bytes()] if toolchain.cublas else ()),
         f"{toolchain.nvcc} {toolchain.cuda} {flags} {architectures} {acts_as}".encode(),
@@ -300,7 +312,8 @@ def compile_sources(
     remove_partials(objects)
 
     def compile_one(unit: Path) -> tuple[Path, BuildError | None]:
-        target = objects / f"{unit.stem}-{fingerprint([unit.read_bytes(), *headers])}.o"
+        read = [path.read_bytes() for path in (unit, *included(unit, sources))]
+        target = objects / f"{unit.stem}-{fingerprint([*read, *others])}.o"
         if target.exists():
             return target, None
         say(f"compiling {unit.name} for sm_{', sm_'.join(architectures)}")

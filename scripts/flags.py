@@ -3,7 +3,7 @@
     python -m scripts.flags [--check]
 
 The settings come from fairseq's own parsers: all settings of translation, and those that language
-models and RoBERTa add. The answers come from ``plugins.settings``.
+models, RoBERTa and BART add. The answers come from ``plugins.settings``.
 It also writes cli/words/completions.json, the flags and names that shells complete.
 ``--check`` writes nothing and fails if a file is out of date.
 """
@@ -30,11 +30,19 @@ from fairseq import options, registry
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.dataclass.configs import CommonEvalConfig, DatasetConfig, EvalLMConfig
 from fairseq.dataclass.utils import gen_parser_from_dataclass
-from fairseq.models import MODEL_REGISTRY
+from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.optim.bmuf import FairseqBMUF
 
 from lightseq_fairseq.base import families
-from lightseq_fairseq.base.families import LANGUAGE_MODEL, ROBERTA, TRANSLATION, Family, Task, named
+from lightseq_fairseq.base.families import (
+    BART,
+    LANGUAGE_MODEL,
+    ROBERTA,
+    TRANSLATION,
+    Family,
+    Task,
+    named,
+)
 from lightseq_fairseq.cli import generate, train
 from lightseq_fairseq.cli.checks import flags
 from lightseq_fairseq.cli.words import command_lines, registries
@@ -61,6 +69,10 @@ ROBERTA_NOTES = {
     "--mask-whole-words": "with `--bpe`; training refuses it without",
     "--max-positions": "in sentence_prediction also the longest sample",
     "--num-classes": "in validate another number than in training is a new head",
+}
+BART_NOTES = {
+    "--add-prev-output-tokens": "needed: the decoder reads the source; the recipe sets it",
+    "--langs": "all languages of the pre-training, in its order; needed",
 }
 TEXT_NOTES = {
     "data": "of `lightseq-preprocess --only-source`; `data:data2` for an epoch each",
@@ -207,6 +219,15 @@ sentence_prediction` adds `--criterion sentence_prediction`: fairseq takes flags
 
 A test runs each row, as above (`tests/flags/test_flags_of_roberta.py`).
 """
+BART_INTRODUCTION = """\
+## BART and mBART
+
+This table has the flags of `lightseq-train` that only BART or its tasks have, and those that have
+another answer here. The other flags are in the first table and, for `--task sentence_prediction`,
+in that of RoBERTa, with the same answers.
+
+A test runs each row, as above (`tests/flags/test_flags_of_bart.py`).
+"""
 OWN_INTRODUCTION = """\
 ## Flags that fairseq does not have
 
@@ -271,14 +292,17 @@ class Section(NamedTuple):
             listed for it: classes of settings, and settings of the first table that have another
             answer here. Not listed: settings that a class copies from another one (fairseq's
             ``II``).
+        above: whether settings of the tables above are left out, except those named in ``columns``.
     """
 
     family: Family
     columns: dict[str, tuple[Any, ...]]
     introduction: str
     notes: dict[str, str]
+    above: bool = False
 
 
+_HEADS = ("--pooler-activation-fn", "--pooler-dropout", "--spectral-norm-classification-head")
 OF_TEXT = Section(
     LANGUAGE_MODEL,
     {"train": (), "eval-lm": (EvalLMConfig, CommonEvalConfig, DatasetConfig)},
@@ -296,8 +320,20 @@ OF_ROBERTA = Section(
     ROBERTA_INTRODUCTION,
     ROBERTA_NOTES,
 )
+_UNREAD_WITH_LANGUAGES = ("--truncate-source", "--num-batch-buckets", "--required-seq-len-multiple")
+OF_BART = Section(
+    BART,
+    {
+        "train translation": (),
+        "train translation_from_pretrained_bart": _UNREAD_WITH_LANGUAGES,
+        "train sentence_prediction": ("--add-prev-output-tokens", *_HEADS),
+    },
+    BART_INTRODUCTION,
+    BART_NOTES,
+    above=True,
+)
 # After the table of translation
-SECTIONS = OF_TEXT, OF_ROBERTA
+SECTIONS = OF_TEXT, OF_ROBERTA, OF_BART
 
 
 def translation_settings() -> dict[str, Row]:
@@ -346,7 +382,7 @@ def parser_of(column: str, family: Family, *words: str) -> argparse.ArgumentPars
     if command in ("train", "validate"):
         line += f" --task {task.name}"
     if command == "train":
-        arch = next(name for name, cls in MODEL_REGISTRY.items() if cls is named(family.ours))
+        arch = next(name for name, cls in ARCH_MODEL_REGISTRY.items() if cls is named(family.ours))
         line += f" --arch {arch} {recipe.optimizer} {recipe.criterion} {recipe.schedule}"
     elif "--criterion" in task.read:
         line += f" {recipe.criterion}"
@@ -365,6 +401,9 @@ def family_settings(section: Section) -> dict[str, Row]:
         if "--criterion" in task.read:
             sources.append(CRITERION_REGISTRY[task.criteria[0]])
         listed = {name for source in sources for name in _names_of(source)}
+        if section.above:
+            above = {*translation_settings(), *family_settings(OF_ROBERTA)} - {*_HEADS}
+            listed = listed - above | {*others}
         for action in parser_of(column, section.family)._actions:
             if flags.name(action) in listed:
                 row = found.setdefault(flags.name(action), Row(list(action.option_strings), [], []))
@@ -389,7 +428,7 @@ def answer(column: str, name: str, row: Row, family: Family = TRANSLATION) -> tu
     column: of ``COMMANDS`` or of the family's section.
     """
     command, _, task = column.partition(" ")
-    if name in settings.unread(command, task):
+    if name in settings.unread(command, task, family):
         return UNREAD, ""
     refused = settings.refused(command)
     if name in refused and name not in family.supports:

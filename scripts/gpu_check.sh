@@ -36,8 +36,10 @@ step() { # NAME COMMAND...: runs it; its output goes to <name>.txt and to the te
 }
 
 step machine "$python" - <<'PYTHON'
-import platform, sys
+import importlib.util, platform, sys
 import torch
+if importlib.util.find_spec("pytest") is None:
+    sys.exit("gpu_check: pytest is missing: run bash scripts/setup.sh test")
 if not torch.cuda.is_available():
     sys.exit("gpu_check: torch finds no GPU")
 print(f"python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}")

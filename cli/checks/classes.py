@@ -11,6 +11,8 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, binarised
 from lightseq_fairseq.cli.checks.checkpoints import saved
 from lightseq_fairseq.cli.checks.pairs import folders_of, splits, subset_flag
+from lightseq_fairseq.plugins import conditions
+from lightseq_fairseq.plugins.settings import option
 
 _HOW = (
     "binarise it with lightseq-preprocess --only-source and a --destdir that ends in {name}, as "
@@ -34,6 +36,10 @@ def classes(request: Request) -> None:
             "--num-classes is missing: set it to the number of classes, or with "
             "--regression-target to the number of values of a sentence."
         )
+    family = conditions.family_of(args.arch) if command == "train" else None
+    for flag in family.needs if family else ():
+        if not getattr(args, option(flag)):
+            raise UserError(f"--arch {args.arch} needs {flag} with --task {args.task}: add it.")
     (folder, *_) = folders_of(args)
     has_classes = has_labels and not args.regression_target
     for name in ("input0", "label") if has_classes else ("input0",):

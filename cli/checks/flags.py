@@ -69,7 +69,8 @@ def notes(
     command: str, argv: Sequence[str], parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> Iterator[str]:
     """Yields a sentence for each setting of ``argv`` that has no effect."""
-    unread = settings.unread(command, args.task)
+    family = conditions.family_of(args.arch) if command == "train" else None
+    unread = settings.unread(command, args.task, family)
     if command in ("generate", "interactive") and args.nbest > args.beam > 0 and not args.sampling:
         yield f"--nbest {args.nbest} gives {args.beam} hypotheses, as many as --beam."
     given = {name(a) for a in parser._actions if is_given(argv, a.option_strings)}

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, search, values
 
@@ -58,6 +59,7 @@ def pairs(request: Request) -> None:
                 f"{folders[0]} contains no dict.{language}.txt: use the folder that "
                 f"lightseq-preprocess wrote (its --destdir), and its languages with -s and -t."
             )
+    _tokens_of_languages(args, source, target)
     endings = _endings(command, args)
     for folder, split in splits(command, args, folders):
         if not _has_split(folder, split, source, target, endings):
@@ -78,6 +80,21 @@ def pairs(request: Request) -> None:
     _joiner(command, args, dictionary)
     search.sampling(command, args, len(TranslationTask.load_dictionary(dictionary)))
     sentences(request)
+
+
+def _tokens_of_languages(args: argparse.Namespace, *languages: str) -> None:
+    """Raises UserError if --langs, which mBART's task needs, lacks a language of the command."""
+    known = families.tasks().get(args.task)
+    if known is None or not any("{langs}" in symbol for symbol in known.symbols):
+        return
+    listed = (args.langs or "").split(",")
+    lacking = [language for language in languages if language not in listed]
+    if lacking:
+        raise UserError(
+            f"--langs must list all languages of the pre-training, in its order: {lacking[0]} is "
+            "not among them. Set it as for the checkpoint, or give the files the names of its "
+            "languages, such as train.en_XX-ro_RO.ro_RO.idx."
+        )
 
 
 def sentences(request: Request) -> None:

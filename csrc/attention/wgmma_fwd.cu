@@ -8,7 +8,8 @@
 //
 //   saved for backward   out, and lse = log(sum of exp(scores)), float32 [T, H]
 //   bytes moved          q, out and lse once; k and v once for each tile of queries, from the cache
-//   determinism          every sum has a fixed order, which depends only on the sentence
+//   determinism          every sum has a fixed order, which depends only on the sentence;
+//                        another batch may choose another method (method.h)
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

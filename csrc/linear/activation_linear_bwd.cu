@@ -56,8 +56,6 @@ struct Params {
   int columns;
 };
 
-constexpr int kSumWarps = 2;  // for the column sums
-
 struct Tiles {
   Tile slope;  // or x; then dz. Bytes are in its second half
   TileStages stages;
@@ -65,6 +63,8 @@ struct Tiles {
 };
 
 #ifdef LIGHTSEQ_HAS_WGMMA
+
+constexpr int kSumWarps = 2;  // for the column sums
 
 __device__ __forceinline__ void init(Tiles& tiles) {
   tiles.slope_full.init(1);

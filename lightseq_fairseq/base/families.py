@@ -89,6 +89,7 @@ class Family(NamedTuple):
         tasks: those that provide its data.
         batches: the classes that pack batches of these data, see `training.batch`.
         supports: settings that other families refuse.
+        needs: settings of its tasks without which its models cannot train.
         recipes: by the names of tasks, where it is not the task's.
         adaptive: the recipe of models with adaptive softmax.
         generates: whether our search runs its models.
@@ -105,6 +106,7 @@ class Family(NamedTuple):
     tasks: tuple[Task, ...]
     batches: tuple[str, ...]
     supports: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     recipes: dict[str, Recipe] = {}
     adaptive: Recipe | None = None
     generates: bool = False
@@ -127,6 +129,18 @@ _TRANSLATING = Recipe(
     update_freq=1,
     updates=300_000,
 )
+# fairseq's examples/mbart/README.md. The file has mBART's sizes, such as its order of the norms.
+_FROM_MBART = Recipe(
+    "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0",
+    "--criterion ls_label_smoothed_cross_entropy --label-smoothing 0.2",
+    "--lr 3e-5 --lr-scheduler polynomial_decay --warmup-updates 2500",
+    max_tokens=1024,
+    update_freq=2,
+    updates=40_000,
+    decays=True,
+    data="--dropout 0.3 --attention-dropout 0.1",
+)
+_OF_HEADS = ("--pooler-activation-fn", "--pooler-dropout")  # BART's flags, of sentences with labels
 _OF_PAIRS = (
     Task(
         "translation",
@@ -134,7 +148,21 @@ _OF_PAIRS = (
         "sentence pairs",
         _TRANSLATING,
         ("setup_task", "load_dictionary", "load_dataset"),
+        unread=_OF_HEADS,
         dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
+    ),
+    Task(
+        "translation_from_pretrained_bart",
+        "fairseq.tasks.translation_from_pretrained_bart:TranslationFromPretrainedBARTTask",
+        "sentence pairs",
+        _FROM_MBART,
+        ("setup_task", "load_dictionary", "load_dataset"),
+        unread=(
+            *("--truncate-source", "--num-batch-buckets", "--required-seq-len-multiple"),
+            *_OF_HEADS,
+        ),
+        dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
+        symbols=("[{langs}]", "<mask>"),
     ),
     Task(
         "translation_multi_simple_epoch",
@@ -322,15 +350,23 @@ _SUMMARISING = Recipe(
     decays=True,
     data="--attention-dropout 0.1 --truncate-source",
 )
+# fairseq's examples/bart/README.glue.md, of RTE. The tokens are those of BART's hub interface.
+_CLASSIFYING = _FINE_TUNING._replace(
+    optimizer="--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-8 --clip-norm 0 "
+    "--weight-decay 0.01",
+    schedule="--lr 1e-5 --lr-scheduler polynomial_decay --warmup-updates 61",
+    data=f"{_FINE_TUNING.data} --add-prev-output-tokens --attention-dropout 0.1",
+)
 BART = Family(
     "BART",
     native="fairseq.models.bart:BARTModel",
     ours="lightseq_fairseq.plugins.bart:LSBARTModel",
-    data=TRANSLATION.data,
-    instead=TRANSLATION.instead,
-    tasks=_OF_PAIRS,
-    batches=TRANSLATION.batches,
-    recipes={"translation": _SUMMARISING},
+    data="sentence pairs or sentences with labels",
+    instead="--task translation, another translation task or sentence_prediction",
+    tasks=(*_OF_PAIRS, _SENTENCE_PREDICTION),
+    batches=(*TRANSLATION.batches, "lightseq_fairseq.training.batch.classes:PackingClasses"),
+    needs=("--add-prev-output-tokens",),
+    recipes={"translation": _SUMMARISING, "sentence_prediction": _CLASSIFYING},
     generates=True,
     packs_pairs=True,
     exports=True,

@@ -1,143 +1,19 @@
 """Models of Hugging Face `transformers` that compute what a model of fairseq computes.
 
-`COUNTERPARTS` has a record of each kind of model. It drives both directions, see `huggingface`. A
-new kind is a record.
+`COUNTERPARTS` has a record of each kind of model. It drives both directions, see `from_huggingface`
+and `to_huggingface`. A new kind is a record.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from operator import not_
+from typing import Any
 
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import Family
-
-Names = tuple[tuple[str, str], ...]
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-class Field(NamedTuple):
-    """A setting of fairseq and the field of config.json that decides it.
-
-    Attributes:
-        setting, name: of fairseq, and in config.json.
-        default: the value in `transformers` if config.json lacks the field, or a function of it.
-        read, write: from the field's value to the setting's, and back.
-    """
-
-    setting: str
-    name: str
-    default: Any
-    read: Callable[[Any], Any] = _same
-    write: Callable[[Any], Any] = _same
-
-
-class Fixed(NamedTuple):
-    """A field of config.json that must have one value, because fairseq has no other.
-
-    Attributes:
-        default: the value in `transformers` if config.json lacks the field.
-    """
-
-    name: str
-    value: Any
-    default: Any
-
-
-class Counterpart(NamedTuple):
-    """A kind of models in both worlds.
-
-    Attributes:
-        types: model_type in config.json -> the first part of the names of its classes.
-        classes: the last parts of those that can be read; the first one is written.
-        classifier: that of a model with a classification head; empty if there is none.
-        family, arch, task: of fairseq.
-        fields: the settings that config.json decides.
-        settings: those that all these models have in fairseq.
-        fixed: the fields that all these models have in `transformers`.
-        names: prefixes of the names of parameters, fairseq's and Hugging Face's. "*" is a number.
-        base: what names in files of the class without a head lack.
-        tied: fairseq's names of one table. A file may have any of them.
-        tables: fairseq's names of parameters with a row for each word -> the side of the words.
-        optional: prefix of fairseq's parameters that a file may lack; they are zero then.
-        ignored: Hugging Face's parameters that the function does not read.
-        fused: part of Hugging Face's names of q, k and v as one matrix; `names` has only the q.
-        transposed: Hugging Face's matrices that are stored as [inputs, outputs].
-        first_position: rows of fairseq's learned positions that Hugging Face's table lacks.
-        types_table: Hugging Face's embedding of token types, whose row 0 is added to each token.
-        sinusoids: Hugging Face's tables of sinusoidal positions, which fairseq does not save.
-        logits_bias: Hugging Face's bias of the logits, which is zero in fairseq.
-        languages: pattern of words that name a language, and how fairseq writes a language.
-        spare: a word that no text has, for rows that fairseq has in addition.
-        sides: side of the words -> config.json's field of their number, and the file with the words
-            if the folder has no tokenizer.json.
-    """
-
-    types: dict[str, str]
-    classes: tuple[str, ...]
-    family: Family
-    arch: str
-    task: str
-    fields: tuple[Field, ...]
-    settings: dict[str, Any]
-    fixed: tuple[Fixed, ...]
-    names: Names
-    base: str
-    tied: tuple[str, ...]
-    tables: dict[str, str]
-    classifier: str = ""
-    optional: str = ""
-    ignored: str = ""
-    fused: str = ""
-    transposed: str = ""
-    first_position: int = 0
-    types_table: str = ""
-    sinusoids: tuple[str, ...] = ()
-    logits_bias: str = ""
-    languages: tuple[str, str] | None = None
-    spare: str = ""
-    sides: dict[str, tuple[str, str]] = {"source": ("vocab_size", "vocab.json")}
-
-    def theirs(self, name: str) -> str | None:
-        """Hugging Face's name of fairseq's parameter."""
-        return _renamed(name, self.names)
-
-    def ours(self, name: str) -> str | None:
-        """fairseq's name of Hugging Face's parameter; None: there is none."""
-        if not any(re.match(_pattern(theirs), name) for _, theirs in self.names):
-            name = self.base + name
-        return _renamed(name, tuple((theirs, ours) for ours, theirs in self.names))
-
-
-def _pattern(prefix: str) -> str:
-    return re.escape(prefix).replace(r"\*", r"(\d+)")
-
-
-def _renamed(name: str, names: Names) -> str | None:
-    for before, after in names:
-        if found := re.match(_pattern(before), name):
-            for number in found.groups():
-                after = after.replace("*", number, 1)
-            return after + name[found.end() :]
-    return None
-
-
-_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_accurate"}
-
-
-def _activation(name: str, default: str) -> Field:
-    back = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-    return Field("activation_fn", name, default, lambda v: _ACTIVATIONS.get(v), back.get)
-
-
-def _not(value: Any) -> bool:
-    return not value
-
+from lightseq_fairseq.checkpoints.correspondence import Counterpart, Field, Fixed, activation
 
 _TIED = Fixed("tie_word_embeddings", True, True)
 _MODEL = "encoder.sentence_encoder."
@@ -145,7 +21,7 @@ ROBERTA = Counterpart(
     types={"roberta": "Roberta", "xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
     classes=("ForMaskedLM", "Model", "ForSequenceClassification"),
     classifier="ForSequenceClassification",
-    family=families.ROBERTA,
+    families=(families.ROBERTA,),
     arch="roberta",
     task="masked_lm",
     fields=(
@@ -155,7 +31,7 @@ ROBERTA = Counterpart(
         Field("encoder_ffn_embed_dim", "intermediate_size", 3072),
         # The table has two more rows: for numbers up to the pad's, 1.
         Field("max_positions", "max_position_embeddings", 512, lambda v: v - 2, lambda v: v + 2),
-        _activation("hidden_act", "gelu"),
+        activation("hidden_act", "gelu"),
         Field("dropout", "hidden_dropout_prob", 0.1),
         Field("attention_dropout", "attention_probs_dropout_prob", 0.1),
     ),
@@ -211,7 +87,7 @@ DECODER_TABLES = ("decoder.embed_tokens.weight", "decoder.output_projection.weig
 GPT2 = Counterpart(
     types={"gpt2": "GPT2"},
     classes=("LMHeadModel", "Model"),
-    family=families.LANGUAGE_MODEL,
+    families=(families.LANGUAGE_MODEL,),
     arch="transformer_lm",
     task="language_modeling",
     fields=(
@@ -222,7 +98,8 @@ GPT2 = Counterpart(
         Field("decoder_attention_heads", "n_head", 12),
         Field("decoder_ffn_embed_dim", "n_inner", lambda config: 4 * config.get("n_embd", 768)),
         Field("max_target_positions", "n_positions", 1024),
-        _activation("activation_function", "gelu_new"),
+        activation("activation_function", "gelu_new"),
+        Field("share_decoder_input_output_embed", "tie_word_embeddings", True, bool, bool),
         Field("dropout", "resid_pdrop", 0.1),
         Field("dropout", "embd_pdrop", 0.1),
         Field("attention_dropout", "attn_pdrop", 0.1),
@@ -230,7 +107,6 @@ GPT2 = Counterpart(
     settings={
         "decoder_normalize_before": True,
         "decoder_learned_pos": True,
-        "share_decoder_input_output_embed": True,
         "no_scale_embedding": True,
         "layernorm_embedding": False,
         "no_decoder_final_norm": False,
@@ -244,7 +120,6 @@ GPT2 = Counterpart(
         Fixed("scale_attn_weights", True, True),
         Fixed("scale_attn_by_inverse_layer_idx", False, False),
         Fixed("add_cross_attention", False, False),
-        _TIED,
     ),
     names=(
         ("decoder.embed_tokens.", "transformer.wte."),
@@ -282,7 +157,7 @@ def _encoder_decoder(
     record = Counterpart(
         types=types,
         classes=("ForConditionalGeneration", "Model"),
-        family=families.TRANSLATION,
+        families=(families.TRANSLATION, families.BART),
         arch="transformer",
         task="translation",
         fields=(
@@ -307,8 +182,8 @@ def _encoder_decoder(
             ),
             Field("max_source_positions", "max_position_embeddings", 1024),
             Field("max_target_positions", "max_position_embeddings", 1024),
-            _activation("activation_function", "gelu" if learned else "relu"),
-            Field("no_scale_embedding", "scale_embedding", not learned, _not, _not),
+            activation("activation_function", "gelu" if learned else "relu"),
+            Field("no_scale_embedding", "scale_embedding", not learned, not_, not_),
             Field("dropout", "dropout", 0.1),
             Field("attention_dropout", "attention_dropout", 0.0 if learned else 0.1),
             Field("activation_dropout", "activation_dropout", 0.0),
@@ -350,11 +225,12 @@ M2M100 = _encoder_decoder(
 )
 MBART = _encoder_decoder(
     {"mbart": "MBart"},
+    arch="mbart_base",
     pre_norm=True,
     learned=True,
     languages=(r"([a-z]{2}_[A-Z]{2})", "[{}]"),
 )
-BART = _encoder_decoder({"bart": "Bart"}, pre_norm=False, learned=True)
+BART = _encoder_decoder({"bart": "Bart"}, arch="bart_base", pre_norm=False, learned=True)
 FSMT = _encoder_decoder({"fsmt": "FSMT"}, pre_norm=False, learned=False)
 FSMT = FSMT._replace(
     fields=(*FSMT.fields, Field("share_all_embeddings", "tie_word_embeddings", False)),
@@ -424,7 +300,7 @@ def of_settings(family: Family, args: Any, preferred: str | None) -> tuple[Count
     Raises:
         UserError: no model of `transformers` computes the same.
     """
-    known = [each for each in COUNTERPARTS if each.family is family]
+    known = [each for each in COUNTERPARTS if family in each.families]
     known.sort(key=lambda record: preferred not in record.types)
     problems = []
     for record in known:

@@ -62,7 +62,7 @@ def read(source: Path) -> Trained:
             source_dictionary=_stand_in(source_size), target_dictionary=_stand_in(target_size)
         )
         options = copy.copy(args)
-        options.load_checkpoint_heads = True  # RoBERTa's classification heads
+        options.load_checkpoint_heads = True  # classification heads
         model = models.build_model(options, task)
         model.load_state_dict(state["model"], strict=True)
     except Exception as error:  # fairseq and torch raise many types here
@@ -165,14 +165,17 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
     advice = "set --data to the folder with the run's dictionaries, as in --data data-bin."
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: {advice}")
-    if _settings_in(*task.dictionaries.values()):
+    names_of = task.dictionaries
+    if _settings_in(*names_of.values()) and (folder / "dict.txt").exists():
+        names_of = dict.fromkeys(names_of, "dict.txt")  # written by lightseq-import
+    elif _settings_in(*names_of.values()):
         if not (args.source_lang and args.target_lang):
             args.source_lang, args.target_lang = data_utils.infer_language_pair(str(folder))
         if not (args.source_lang and args.target_lang):
             raise UserError(
                 f"Neither the checkpoint nor the files in {folder} name the two languages: {advice}"
             )
-    files_of = {side: name.format(**vars(args)) for side, name in task.dictionaries.items()}
+    files_of = {side: name.format(**vars(args)) for side, name in names_of.items()}
     if getattr(args, "regression_target", False):
         files_of.pop("label", None)
     sizes = dict(zip(("source", "target"), _sizes(trained.checkpoint["model"])))
@@ -232,6 +235,11 @@ def to_ctranslate2(
 
     if trained.family.not_ctranslate2:
         raise UserError(trained.family.not_ctranslate2)
+    if getattr(trained.model, "classification_heads", None):
+        raise UserError(
+            "CTranslate2 has no classification heads: export this model with --to fairseq or --to "
+            "safetensors."
+        )
     if isinstance(trained.model, FairseqLanguageModel):
         output_layer = trained.model.decoder.output_projection
         if output_layer is None:
@@ -250,7 +258,12 @@ def to_ctranslate2(
         source = place.with_suffix(".pt")
         to_fairseq(replace(trained, checkpoint=bare), source)
         try:
-            converter = FairseqConverter(str(source), str(found.folder))
+            # Tokens of languages, which end a source and begin and end a target, are the caller's.
+            task = families.tasks().get(trained.args.task)
+            of_languages = task is not None and bool(_settings_in(*task.symbols))
+            converter = FairseqConverter(
+                str(source), str(found.folder), no_default_special_tokens=of_languages
+            )
             converter.convert(str(place), quantization=quantization)
         except OSError:
             raise

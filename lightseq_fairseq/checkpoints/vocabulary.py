@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fairseq.data import Dictionary
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.checkpoints.counterparts import Counterpart
+from lightseq_fairseq.checkpoints.correspondence import Counterpart
 
 _FIRST = ("<s>", "<pad>", "</s>", "<unk>")
 
@@ -60,24 +60,26 @@ def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = N
 
     Args:
         side: "source" or "target".
-        rows: of the embedding. It may have more than the tokenizer has words; None: it has not.
+        rows: of the embedding, which may be more than the tokenizer has words; None: the number in
+            config.json.
 
     Raises:
         UserError: the folder has no tokenizer that can be read, or it has more words than rows.
     """
     config = read_json(folder / "config.json")
     tokens, unknown = _tokens(folder, record.sides[side][1])
-    if rows is None:
-        rows = max(tokens, default=-1) + 1
-    if max(tokens, default=-1) >= rows:
+    rows = rows or config.get(record.sides[side][0]) or max(tokens) + 1
+    # BART's models for summaries lack the row of <mask>.
+    if any(number >= rows and word != "<mask>" for number, word in tokens.items()):
         raise UserError(
-            f"the tokenizer in {folder} has {max(tokens) + 1} words, but the embedding has {rows} "
+            f"The tokenizer in {folder} has {max(tokens) + 1} words, but the embedding has {rows} "
             "rows: use the tokenizer of this model."
         )
     first: list[int | None] = [None] * len(_FIRST)
     found = {"</s>": config.get("eos_token_id", 2), "<s>": config.get("bos_token_id", 0)}
     found |= {"<pad>": config.get("pad_token_id", 1), "<unk>": unknown}
     for word, number in found.items():
+        number = number[0] if isinstance(number, list) else number
         if isinstance(number, int) and number < rows and number not in first:
             first[_FIRST.index(word)] = number
     others = [number for number in range(rows) if number not in first]
@@ -96,6 +98,29 @@ def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = N
     return Vocabulary(words, [*first, *others], languages, spare)
 
 
+def add(folder: Path, record: Counterpart, words: list[str]) -> None:
+    """Adds the last words to the tokenizer.json in a folder, if its tokenizer has fewer.
+
+    Args:
+        words: of all rows, in the order of Hugging Face's.
+    """
+    path = folder / "tokenizer.json"
+    known = max(_tokens(folder, "")[0]) + 1 if path.exists() else len(words)
+    if known >= len(words):
+        return
+    whole = read_json(path)
+    code, named = record.languages or ("", "")
+    for number, word in enumerate(words[known:], known):
+        language = re.fullmatch(re.escape(named).replace(r"\{\}", "(.+)"), word)
+        if language and re.fullmatch(code, language[1]):  # not M2M-100's, which keep their marks
+            word = language[1]
+        whole["added_tokens"].append(
+            {"id": number, "content": word, "single_word": False, "lstrip": False}
+            | {"rstrip": False, "normalized": False, "special": bool(language)}
+        )
+    path.write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
+
+
 def _tokens(folder: Path, name: str) -> tuple[dict[int, str], int | None]:
     """id -> word of the tokenizer in a folder, and the id of the unknown word."""
     settings: dict[str, Any] = {}
@@ -105,11 +130,10 @@ def _tokens(folder: Path, name: str) -> tuple[dict[int, str], int | None]:
     tokens: dict[int, str] = {}
     if (folder / "tokenizer.json").exists():
         whole = read_json(folder / "tokenizer.json")
-        words = whole["model"]["vocab"]
-        pairs = (
-            words.items() if isinstance(words, dict) else ((w[0], n) for n, w in enumerate(words))
-        )
-        tokens = {number: word for word, number in pairs}
+        words = (whole.get("model") or {}).get("vocab") or {}
+        if isinstance(words, list):  # of words and their scores
+            words = {word: number for number, (word, _) in enumerate(words)}
+        tokens = {number: word for word, number in words.items()}
         tokens |= {each["id"]: each["content"] for each in whole.get("added_tokens", ())}
     elif (folder / name).exists():
         tokens = {number: word for word, number in read_json(folder / name).items()}
@@ -119,10 +143,12 @@ def _tokens(folder: Path, name: str) -> tuple[dict[int, str], int | None]:
         tokens |= {int(number): _word(each) for number, each in added.items()}
         # M2M-100's tokenizer has the languages behind the words of the file, in this order.
         known = set(tokens.values())
-        for each in map(_word, settings.get("additional_special_tokens") or ()):
-            if each not in known:
-                tokens[max(tokens) + 1] = each
-    else:
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            for each in map(_word, settings.get(key) or ()):
+                if each not in known:
+                    tokens[max(tokens) + 1] = each
+                    known.add(each)
+    if not tokens:
         raise UserError(
             f"{folder} has neither tokenizer.json nor {name}, from which the dictionary is made: "
             "save the tokenizer there (AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER))."

@@ -97,16 +97,24 @@ def usable_tokenizer(language: str | None) -> str:
     return tokenizer
 
 
-def _inference_with_bleu(original: Callable[..., Any], self: Any, *args: Any) -> Any:
+def _inference_with_bleu(
+    original: Callable[..., Any], self: Any, generator: Any, *args: Any
+) -> Any:
     # fairseq does not tell sacrebleu the language: 13a takes a Chinese sentence for one word.
     tokenizer = usable_tokenizer(self.cfg.target_lang)
+    # It leaves out </s>, but in mBART's task a sentence ends with the token of its language, whose
+    # three parts always match.
+    eos = generator.eos
+    end = "" if eos == self.tgt_dict.eos() else self.tgt_dict[eos]
 
     def corpus_bleu(
         score: Callable[..., Any], translations: Any, references: Any, tokenize: str = tokenizer
     ) -> Any:
-        translations = [marked(text, IN_TRANSLATION) for text in translations]
-        references = [[marked(text, IN_REFERENCE) for text in side] for side in references]
+        translations = [marked(text.removesuffix(end), IN_TRANSLATION) for text in translations]
+        references = [
+            [marked(text.removesuffix(end), IN_REFERENCE) for text in side] for side in references
+        ]
         return score(translations, references, tokenize=tokenize)
 
     with patching.within("sacrebleu:corpus_bleu", corpus_bleu):
-        return original(self, *args)
+        return original(self, generator, *args)

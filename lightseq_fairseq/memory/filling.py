@@ -44,6 +44,10 @@ class Sentences(NamedTuple):
         """Copy with ``token`` before each sentence."""
         return Sentences(np.insert(self.tokens, self.starts(), token), self.lengths + 1)
 
+    def appended(self, token: int) -> Sentences:
+        """Copy with ``token`` after each sentence."""
+        return Sentences(np.insert(self.tokens, self.lengths.cumsum(), token), self.lengths + 1)
+
     def count_of(self, marked: np.ndarray) -> np.ndarray:
         """[sentences], the number of tokens of each sentence where ``marked`` is true."""
         before = np.concatenate(([0], marked.cumsum()))

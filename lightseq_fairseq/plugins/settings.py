@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lightseq_fairseq.base import families
+from lightseq_fairseq.base.families import Family
 from lightseq_fairseq.ops.bias_activation_dropout import ACTIVATIONS
 from lightseq_fairseq.plugins import conditions
 
@@ -378,13 +379,15 @@ SETTINGS: tuple[Setting, ...] = (
 WITHOUT = {flag: row.without for row in SETTINGS if row.without for flag in row.flags.split()}
 
 
-def unread(command: str, task: str = "") -> frozenset[str]:
-    """The settings that the command accepts for a task but that have no effect there."""
+def unread(command: str, task: str = "", family: Family | None = None) -> frozenset[str]:
+    """The settings that the command accepts for a task but that have no effect there, with models
+    of a family."""
     found = frozenset(flag for flag, row in rows(command, UNREAD) if not row.without)
     known = families.tasks().get(task)
     if known is None:
         return found
-    return (found | {*(known.unread if command in ("train", "validate") else ())}) - {*known.read}
+    unused = known.unread if command in ("train", "validate") else ()
+    return (found | {*unused}) - {*known.read, *(family.needs if family else ())}
 
 
 def refused(command: str) -> dict[str, str]:

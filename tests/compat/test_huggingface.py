@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import helpers.hugging_face as hugging_face
 import pytest
 import torch
-from helpers.cli_runs import succeed
+from helpers.cli_runs import SMALL, SMALL_TEXT, binarise, binarise_text, run, succeed
+from helpers.golden import matches, refusals
 from helpers.hugging_face import KINDS, Kind
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 
 class Made(NamedTuple):
@@ -86,3 +89,195 @@ def test_a_trained_model_goes_home(made: Made, tmp_path: Path) -> None:
     start, _ = hugging_face.ours(made.imported / "model.pt", made.data)
     pairs = zip(start.parameters(), model.parameters(), strict=True)
     assert not any(torch.equal(*pair) for pair in pairs if pair[0].dim() > 1)
+
+
+@pytest.mark.parametrize("name", ["roberta", "camembert", "gpt2", "nllb", "mbart", "bart"])
+def test_the_tokenizer_goes_home(name: str, tmp_path: Path) -> None:
+    made = KINDS[name]
+    hugging_face.make(made, tmp_path / "theirs")
+    succeed("import_", tmp_path / "theirs", tmp_path / "imported")
+    flags = ("--data", tmp_path / "imported", "--tokenizer", tmp_path / "theirs")
+    succeed(
+        "export", tmp_path / "imported/model.pt", "--to", "huggingface", *flags,
+        "--output", tmp_path / "home",
+    )  # fmt: skip
+    tokenizers = (AutoTokenizer.from_pretrained(tmp_path / each) for each in ("theirs", "home"))
+    first, second = (each(f"w1 {made.words[-1]} w2")["input_ids"] for each in tokenizers)
+    assert first == second and first
+
+
+def test_a_classification_head(tmp_path: Path) -> None:
+    kind = KINDS["roberta"]._replace(model="RobertaForSequenceClassification")
+    kind = kind._replace(config={**kind.config, "num_labels": 3})
+    theirs = hugging_face.make(kind, tmp_path / "theirs")
+    succeed("import_", tmp_path / "theirs", tmp_path / "imported")
+    flags = ("--data", tmp_path / "imported", "--tokenizer", tmp_path / "theirs")
+    succeed(
+        "export", tmp_path / "imported/model.pt", "--to", "huggingface", *flags,
+        "--output", tmp_path / "home",
+    )  # fmt: skip
+    tokens = torch.tensor([[0, 7, 9, 40, 2]])
+    again = hugging_face.load(tmp_path / "home")
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+    state = torch.load(tmp_path / "imported/model.pt", weights_only=False)
+    assert "classification_heads.sentence_classification_head.out_proj.weight" in state["model"]
+
+
+def test_several_languages(tmp_path: Path) -> None:
+    """The task adds languages to the dictionary; those of the import are there already."""
+    kind = KINDS["nllb"]
+    hugging_face.make(kind, tmp_path / "theirs")
+    succeed("import_", tmp_path / "theirs", tmp_path / "imported")
+    names = (tmp_path / "imported/languages.txt").read_text().split()
+    assert names == ["eng_Latn", "zul_Latn"]
+    kind = kind._replace(pairs=kind.pairs.replace("-s a -t b", "-s eng_Latn -t zul_Latn"))
+    data = hugging_face.data(kind, tmp_path / "imported", tmp_path / "text", names)
+    flags = "--task translation_multi_simple_epoch --arch ls_transformer --encoder-langtok src"
+    flags += " --decoder-langtok --lang-pairs eng_Latn-zul_Latn --max-update 2 --max-tokens 64"
+    succeed(
+        "train", data, *flags.split(), "--lang-dict", tmp_path / "imported/languages.txt",
+        "--finetune-from-model", tmp_path / "imported/model.pt", "--save-dir", tmp_path / "run",
+        "--no-epoch-checkpoints", "--num-workers", "0", "--cpu", "--lr", "1e-3",
+    )  # fmt: skip
+    made = Made(kind, tmp_path / "theirs", tmp_path, data, tmp_path / "run/checkpoint_last.pt")
+    theirs = hugging_face.load(home(made.trained, made, tmp_path / "home"))
+    weights = torch.load(made.trained, weights_only=False)["model"]
+    assert torch.equal(weights["encoder.embed_tokens.weight"], theirs.model.shared.weight)
+
+
+@pytest.mark.parametrize("name", ["nllb", "mbart"])
+def test_new_words_go_home(name: str, tmp_path: Path) -> None:
+    """A new language and a new character get the last rows, and the tokenizer knows them."""
+    kind = KINDS[name]
+    kind = kind._replace(config={**kind.config, "vocab_size": 72})  # more rows than words
+    hugging_face.make(kind, tmp_path / "theirs")
+    succeed("import_", tmp_path / "theirs", tmp_path / "imported")
+    code = {"nllb": "xho_Latn", "mbart": "qq_QQ"}[name]
+    with open(tmp_path / "imported/dict.txt", "a") as file:
+        file.write(f"{kind.named.format(code)} 1\n@ 1\n")
+    path = tmp_path / "imported/model.pt"
+    state = torch.load(path, weights_only=False)
+    table = state["model"]["encoder.embed_tokens.weight"]
+    table = torch.cat([table, torch.randn(2, table.shape[1])])
+    for each in ("encoder.embed_tokens", "decoder.embed_tokens", "decoder.output_projection"):
+        state["model"][f"{each}.weight"] = table
+    state["extra_state"].pop("dictionaries")
+    torch.save(state, path)
+    made = Made(kind, tmp_path / "theirs", tmp_path, tmp_path / "imported", path)
+    exported = home(path, made, tmp_path / "home")
+    model, tokenizer = hugging_face.load(exported), AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.convert_tokens_to_ids(["w3", code, "@"]) == [7, 72, 73]
+    assert torch.equal(model.model.shared.weight, table)
+
+
+@pytest.mark.parametrize("layout", ["nllb parts", "nllb bin", "nllb half", "gpt2 base"])
+def test_other_files(layout: str, tmp_path: Path) -> None:
+    """Parts; pytorch_model.bin with each name of a tied table; 16 bits; the class without head."""
+    name, kind = layout.split()
+    model = hugging_face.make(KINDS[name], tmp_path / "theirs")
+    succeed("import_", tmp_path / "theirs", tmp_path / "first")
+    (tmp_path / "theirs/model.safetensors").unlink()
+    if kind == "bin":
+        torch.save(model.state_dict(), tmp_path / "theirs/pytorch_model.bin")
+    else:
+        saved = model.base_model if kind == "base" else model.half() if kind == "half" else model
+        size = "20KB" if kind == "parts" else "1GB"
+        saved.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    succeed("import_", tmp_path / "theirs", tmp_path / "second")
+    first, second = (
+        torch.load(tmp_path / folder / "model.pt", weights_only=False)["model"]
+        for folder in ("first", "second")
+    )
+    assert first.keys() == second.keys()
+    for each, value in first.items():
+        is_weight = not each.endswith(("version", "_float_tensor"))
+        expected = value.half() if kind == "half" and is_weight else value
+        assert torch.equal(second[each], expected) and second[each].dtype == expected.dtype, each
+
+
+SCRATCH = {
+    "GPT2LMHeadModel": f"{' '.join(SMALL_TEXT)} --arch ls_transformer_lm "
+    "--decoder-normalize-before",
+    "GPT2LMHeadModel, one table": f"{' '.join(SMALL_TEXT)} --arch ls_transformer_lm_gpt "
+    "--decoder-learned-pos --share-decoder-input-output-embed",
+    "FSMTForConditionalGeneration": f"{' '.join(SMALL)} --arch ls_transformer",
+}
+
+
+@pytest.mark.parametrize("name", SCRATCH)
+def test_models_trained_here_from_scratch(name: str, tmp_path: Path) -> None:
+    """Without --tokenizer, rows are fairseq's."""
+    is_text = name.startswith("GPT2")
+    data = (binarise_text if is_text else binarise)(tmp_path)
+    succeed("train", data, *SCRATCH[name].split(), "--lr", "1e-2", "--save-dir", tmp_path / "run")
+    succeed("export", tmp_path / "run", "--to", "huggingface", "--output", tmp_path / "home")
+    theirs = hugging_face.load(tmp_path / "home")
+    assert type(theirs).__name__ == name.split(",")[0]
+    best = tmp_path / "run/checkpoint_best.pt"
+    model, task = hugging_face.ours(best, data, source="de", target="en")
+    tokens = torch.randint(4, len(task.source_dictionary), (2, 8))
+    with torch.no_grad():
+        if is_text:
+            found, expected = model(tokens)[0], theirs(tokens).logits
+        else:
+            found = model(tokens, torch.tensor([8, 8]), tokens)[0]
+            expected = theirs(tokens, decoder_input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("flags", "sentence"), refusals(__file__, "test_huggingface export"))
+def test_export_refuses(flags: str, sentence: str, tmp_path: Path) -> None:
+    data = binarise(tmp_path)
+    words, _, options = flags.partition(" export")
+    train = [*SMALL, "--arch", "ls_transformer", "--lr", "1e-2", *words.split()]
+    succeed("train", data, *train, "--save-dir", tmp_path / "run")
+    hugging_face.make(KINDS["fsmt"], tmp_path / "theirs")
+    options = options.format(tmp_path)
+    result = run(
+        "export", tmp_path / "run", "--to", "huggingface", "--output", tmp_path / "home",
+        *options.split(),
+    )  # fmt: skip
+    assert matches(result.output.strip(), f"lightseq-export: error: {sentence}"), result.output
+    assert result.exit_code == 2 and not (tmp_path / "home").exists()
+
+
+def changed(case: str, folder: Path) -> Path:
+    """A folder of `transformers` with a fault."""
+    kind = KINDS["bart" if case == "bias" else "roberta"]
+    model = hugging_face.make(kind, folder)
+    config = json.loads((folder / "config.json").read_text())
+    fields: dict[str, Any] = {
+        "kind": {"model_type": "bert"},
+        "class": {"architectures": ["RobertaForQuestionAnswering"]},
+        "epsilon": {"layer_norm_eps": 1e-12},
+        "activation": {"hidden_act": "silu"},
+        "width": {"intermediate_size": 40},
+    }
+    (folder / "config.json").write_text(json.dumps(config | fields.get(case, {})))
+    if case == "parts":
+        (folder / "model.safetensors").unlink()
+        model.save_pretrained(folder, max_shard_size="30KB")
+        next(folder.glob("model-00002-of-*")).unlink()
+    elif case == "bias":
+        model.final_logits_bias += 1
+        model.save_pretrained(folder)
+    elif case == "words":
+        kind.tokenizer(folder, [*kind.words, "more", "words"])
+    elif case == "truncated":
+        whole = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(whole[:-5])
+    for name in {"config": ["config"], "tokenizer": ["tokenizer"], "json": []}.get(case, ()):
+        (folder / f"{name}.json").unlink()
+    if case == "json":
+        (folder / "config.json").write_text("{")
+    if case == "weights":
+        (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(("case", "sentence"), refusals(__file__, "test_huggingface"))
+def test_import_refuses(case: str, sentence: str, tmp_path: Path) -> None:
+    result = run("import_", changed(case, tmp_path / "theirs"), tmp_path / "imported")
+    assert result.exit_code == 2
+    assert matches(result.output.strip(), f"lightseq-import: error: {sentence}"), result.output
+    assert not (tmp_path / "imported").exists()

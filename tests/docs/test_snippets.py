@@ -27,6 +27,7 @@ EXCERPTS = [block for block in ALL if block.source]
 LACKING = (
     *("a GPU", "the network", "nvcc", "Slurm", "Docker", "several machines", "hours", "days"),
     *("the raw files", "a trained model", "a checkpoint of LightSeq", "a wheel"),
+    "a model of Hugging Face",
     "without a GPU",
     "for the last line a GPU",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,7 +144,7 @@ KINDS = {
         {**_PAIR, "scale_embedding": True, "vocab_size": 4 + len(WORDS) + 25 + 1},
         fast("MBartTokenizer", unigram=True),
         [*SPECIAL, *WORDS, "en_XX", "ro_RO", "<mask>"],
-        _TRANSLATING,
+        _TRANSLATING.replace("transformer", "mbart_large"),
         _PAIRS,
         counts=False,
         named="[{}]",
@@ -153,8 +153,8 @@ KINDS = {
         "BartForConditionalGeneration",
         _PAIR,
         fast("RobertaTokenizer"),
-        [*SPECIAL, *WORDS, "<mask>"],
-        _TRANSLATING,
+        [*SPECIAL, *WORDS],  # its tokenizer adds <mask>, for which it has no row
+        _TRANSLATING.replace("transformer", "bart_large"),
         _PAIRS,
         counts=False,
     ),
@@ -196,13 +196,12 @@ def load(folder: Path) -> Any:
     return model.eval()
 
 
-def data(kind: Kind, imported: Path, folder: Path) -> Path:
+def data(kind: Kind, imported: Path, folder: Path, sides: Sequence[str] = ("a", "b")) -> Path:
     """A data folder of lightseq-preprocess with the dictionary of the import."""
     source = random.Random(1)
     folder.mkdir()
-    sides = ("a", "b") if kind.pairs else ("a",)
     for split in ("train", "valid"):
-        for side in sides:
+        for side in sides if kind.pairs else ("",):
             lines = [source.choices(WORDS, k=source.randint(2, 9)) for _ in range(12)]
             path = folder / (f"{split}.{side}" if kind.pairs else split)
             path.write_text("".join(" ".join(line) + "\n" for line in lines))
@@ -218,11 +217,13 @@ def data(kind: Kind, imported: Path, folder: Path) -> Path:
     return folder / "bin"
 
 
-def ours(path: Path, data: Path, native: bool = False) -> tuple[Any, Any]:
+def ours(
+    path: Path, data: Path, native: bool = False, source: str = "a", target: str = "b"
+) -> tuple[Any, Any]:
     """Our model, or fairseq's, of a checkpoint, and the task."""
     with models.building(native):
         (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
-            [str(path)], {"data": str(data), "source_lang": "a", "target_lang": "b"}
+            [str(path)], {"data": str(data), "source_lang": source, "target_lang": target}
         )
     return model.eval(), task
 

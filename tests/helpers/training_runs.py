@@ -120,6 +120,10 @@ CLASSES: dict[str, Any] = {
     "criterion": "ls_sentence_prediction",
     "pooler_dropout": 0.1,
 }
+BART_CLASSES = {
+    **CLASSES, "arch": "ls_bart_base", "add_prev_output_tokens": True, "decoder_layers": 1,
+    "decoder_attention_heads": 2,
+}  # fmt: skip
 
 
 def corpus(folder: Path) -> Path:

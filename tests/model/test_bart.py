@@ -10,8 +10,12 @@ import pytest
 import torch
 from fairseq.models import ARCH_MODEL_INV_REGISTRY
 from helpers.parity import LS, NATIVE, PAD, command_line
+from torch.nn.utils.rnn import pad_sequence
 
+from lightseq_fairseq.layers import draw_rng
+from lightseq_fairseq.memory.packing import Granularity
 from lightseq_fairseq.memory.parameters import with_spare_rows
+from lightseq_fairseq.training.batch import packing
 
 ARCHS = ARCH_MODEL_INV_REGISTRY["bart"]
 SIZES = {f"{side}_{size}": None for side in ("encoder", "decoder")
@@ -85,32 +89,70 @@ def test_padded_interface(corpus: Path, flags: dict[str, Any]) -> None:
         torch.testing.assert_close(parameter.grad, others[name].grad, **EXACT)
 
 
-def sentences(words: Any) -> dict[str, torch.Tensor]:
-    """Two sentences, whose sources have as many </s>, as those of two inputs have."""
-    a, b, c, (bos, eos) = *(words.index(f"w{i}") for i in range(3)), (words.bos(), words.eos())
-    source = torch.tensor([[bos, a, eos, eos, b, c, eos], [bos, a, eos, eos, c, eos, PAD]])
-    previous = torch.tensor([[eos, bos, a, eos, eos, b, c], [eos, bos, a, eos, eos, c, PAD]])
-    lengths = torch.tensor([7, 6])
-    return {"src_tokens": source, "src_lengths": lengths, "prev_output_tokens": previous}
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parity.write_classes(tmp_path_factory.mktemp("classes"))
 
 
-def test_heads_of_sentences(corpus: Path) -> None:
-    task, ours = build(corpus, LS)
-    native = build(corpus, NATIVE)[1]
-    for model in (ours, native):
-        torch.manual_seed(3)
-        model.register_classification_head("kind", num_classes=3)
-        model.double()
-    assert_same(ours, native)
-    inputs = sentences(task.source_dictionary)
+CLASSES = {**parity.CLASSES, "arch": "bart_base", "add_prev_output_tokens": True,
+           "decoder_layers": 2, "decoder_attention_heads": 2, "pooler_dropout": 0.0}  # fmt: skip
+HEAD = "sentence_classification_head"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_of_sentences(classes: Path, tied: bool) -> None:
+    models = []
+    for systems in (LS, NATIVE):
+        cfg = parity.parse(command_line(classes, systems, **CLASSES))
+        cfg.model.share_all_embeddings = cfg.model.share_decoder_input_output_embed = tied
+        task, model, _ = parity.build(cfg)
+        models.append(model)
+    assert_same(*models)
+    ours, native = (model.double() for model in models)
+    dataset = task.dataset("train")
+    sample = dataset.collater([dataset[i] for i in range(8)])
+    assert sample["net_input"]["src_tokens"].eq(PAD).any()
+    batch = packing(dataset, Granularity(64)).__getitems__(range(8)).open()
+    assert len(batch["source"]["tokens"]) % 64 == 0  # rows and sentences that fill it up
     with parity.native_in_float64():
-        found, expected = (m(**inputs, classification_head_name="kind")[0] for m in (ours, native))
+        found, expected = (
+            model(**sample["net_input"], classification_head_name=HEAD)[0]
+            for model in (ours, native)
+        )
         torch.testing.assert_close(found, expected, **EXACT)
-        for outputs in (found, expected):
+        packed = ours.class_outputs(batch, draw_rng(), HEAD)
+        torch.testing.assert_close(packed[:8], expected, **EXACT)
+        for outputs in (packed[:8], expected):
             outputs.square().sum().backward()
+    unused = {id(parameter) for parameter in ours.unused_by(HEAD)}
+    assert len(unused) == (0 if tied else 1)
     others = dict(native.named_parameters())
     for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, others[name].grad, **EXACT)
+        assert (others[name].grad is None) == (id(parameter) in unused) == (parameter.grad is None)
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, others[name].grad, **EXACT)
+    assert [n for n, p in ours.named_parameters() if id(p) in map(id, ours.unused_by(None))] == [
+        name for name in others if name.startswith("classification_heads.")
+    ]
+
+
+def test_a_full_bucket_and_a_truncated_sentence(classes: Path) -> None:
+    """A head reads the last </s> that is there."""
+    task, ours = build(classes, LS, **CLASSES)
+    dataset = task.dataset("train")
+    batch = packing(dataset).__getitems__(range(4))
+    source = batch.open()["source"]
+    assert len(source["tokens"]) == source.segments.cu_seqlens[-1]  # no row fills it up
+    source["tokens"][-1] = 9
+    sentences = source["tokens"].split(source.segments.cu_seqlens.diff().tolist())
+    tokens, previous = (
+        pad_sequence([x.roll(by) for x in sentences], batch_first=True, padding_value=PAD)
+        for by in (0, 1)
+    )
+    with torch.no_grad():
+        expected = ours.eval()(tokens, None, previous, classification_head_name=HEAD)[0]
+        found = ours.class_outputs(batch.open(), draw_rng(), HEAD)
+    torch.testing.assert_close(found[:4], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_odd_vocabulary_has_spare_rows(corpus: Path) -> None:

@@ -101,6 +101,8 @@ def test_each_wrong_argument_is_refused_in_the_words_of_the_file(
     """If a difference is intended, the section in the temporary folder is the new one."""
     monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     section = "".join(f"  {line}\n" for line in refusals(name))
-    (tmp_path / "section.txt").write_text(f"{name}\n{section}")
+    found = tmp_path / "section.txt"
+    found.write_text(f"{name}\n{section}")
     golden = GOLDEN.read_text().partition(f"\n{name}\n")[2]
-    assert golden.startswith(section) and not golden[len(section) :].startswith("  ")
+    is_equal = golden.startswith(section) and not golden[len(section) :].startswith("  ")
+    assert is_equal, f"if this change is wanted, the section in {GOLDEN} is that of {found}"

@@ -13,6 +13,10 @@ PAIRS: dict[str, Any] = {"arch": "bart_base"}
 MBART = {**PAIRS, "arch": "mbart_base", **parity.PRE_NORM}
 
 
+CLASSES = {**parity.CLASSES, "arch": "bart_base", "add_prev_output_tokens": True,
+           "decoder_layers": 2, "decoder_attention_heads": 2}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parity.write_corpus(tmp_path_factory.mktemp("pairs"))
@@ -27,9 +31,25 @@ def check(
     return ours, native
 
 
-@pytest.mark.parametrize("flags", [PAIRS, MBART], ids=["bart", "mbart"])
+LANGUAGES: dict[str, Any] = {"task": "translation_from_pretrained_bart", "langs": "src,tgt,xx_XX"}
+
+
+@pytest.mark.parametrize(
+    "flags", [PAIRS, MBART, {**MBART, **LANGUAGES}, {**PAIRS, **LANGUAGES, "prepend_bos": True}],
+    ids=["bart", "mbart", "languages", "prepend-bos"],
+)  # fmt: skip
 def test_fifty_updates_of_translation(pairs: Path, flags: dict[str, Any]) -> None:
     ours, native = check(pairs, 50, **flags)
     assert all(len(update.sample_sizes) == 1 for update in ours)  # the captured step
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
     assert native[-1].logged["loss"] < 0.95 * native[0].logged["loss"]
+
+
+@pytest.mark.parametrize("numbers", [0, 2], ids=["classes", "numbers"])
+def test_fifty_updates_of_fine_tuning(tmp_path: Path, numbers: int) -> None:
+    data = parity.write_classes(tmp_path, numbers=numbers)
+    flags = {"num_classes": 2, "regression_target": True} if numbers else {}
+    ours, native = check(data, 50, **{**CLASSES, **flags, "lr": 1e-2})
+    assert all(len(update.sample_sizes) == 1 for update in ours)  # the captured step
+    assert any(len(set(update.sample_sizes)) == 2 for update in native)
+    assert native[-1].logged["loss"] < native[0].logged["loss"]

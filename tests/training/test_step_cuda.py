@@ -101,18 +101,19 @@ def test_captured_and_eager_are_equal_on_running_text(
     assert len(captured.losses) == 24
 
 
-@pytest.mark.parametrize("kind", ["masked", "classes", "numbers"])
+@pytest.mark.parametrize("kind", ["masked", "classes", "numbers", "bart", "bart-classes"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_captured_and_eager_are_equal_in_roberta(
+def test_captured_and_eager_are_equal_in_roberta_and_bart(
     precision: str, kind: str, tmp_path: Path, found: Callable[..., Found]
 ) -> None:
-    flags = {**(runs.MASKED if kind == "masked" else runs.CLASSES), **PRECISIONS[precision]}
+    others = {"masked": runs.MASKED, "bart": runs.BART, "bart-classes": runs.BART_CLASSES}
+    flags = {**others.get(kind, runs.CLASSES), **PRECISIONS[precision]}
     flags |= {"cpu": None, "max_update": 24, "encoder_embed_dim": 64}
     if kind == "masked":
         flags["corpus"] = write_text(tmp_path / "text")
-    elif kind == "classes":
+    elif kind.endswith("classes"):
         flags["corpus"] = write_classes(tmp_path / "classes")
-    else:
+    elif kind == "numbers":
         flags |= {"corpus": write_classes(tmp_path / "numbers", numbers=2), "num_classes": 2,
                   "regression_target": True}  # fmt: skip
     captured = found("captured", **flags)

@@ -39,6 +39,8 @@ def reader(dataset: Any) -> Reader:
         return reader(dataset.dataset)
     if kind is data.PrependTokenDataset and dataset.token is not None:
         return partial(_prepended, dataset.token, reader(dataset.dataset))
+    if kind is data.AppendTokenDataset and dataset.token is not None:
+        return partial(_appended, dataset.token, reader(dataset.dataset))
     if kind is TruncateDataset:
         return partial(_truncated, dataset.truncation_length, reader(dataset.dataset))
     if kind is data.ConcatSentencesDataset:
@@ -118,6 +120,10 @@ def read_blocks(blocks: Any, indices: np.ndarray) -> Sentences:
 
 def _prepended(token: int, read: Reader, indices: np.ndarray) -> Sentences:
     return read(indices).prepended(token)
+
+
+def _appended(token: int, read: Reader, indices: np.ndarray) -> Sentences:
+    return read(indices).appended(token)
 
 
 def _truncated(length: int, read: Reader, indices: np.ndarray) -> Sentences:

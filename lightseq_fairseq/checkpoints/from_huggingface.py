@@ -1,0 +1,177 @@
+"""Converts models of Hugging Face `transformers` to checkpoints of fairseq.
+
+`counterparts` has the correspondence of settings and parameters, `vocabulary` that of rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from fairseq import models
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightseq_fairseq.base import dictionaries
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.checkpoints import counterparts, saving, vocabulary
+from lightseq_fairseq.checkpoints.correspondence import Counterpart
+from lightseq_fairseq.checkpoints.vocabulary import Vocabulary, read_json
+
+Tensors = dict[str, Tensor]
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+class Imported(NamedTuple):
+    """A model of `transformers` as fairseq has it.
+
+    Attributes:
+        state: the checkpoint.
+        vocabularies: of "source" and, if it is another one, of "target".
+    """
+
+    state: dict[str, Any]
+    vocabularies: dict[str, Vocabulary]
+
+
+def to_native(folder: Path) -> Imported:
+    """The checkpoint of fairseq that computes the same as a folder of `transformers`.
+
+    Tensors stay in the files of the folder until they are read.
+
+    Raises:
+        UserError: the folder is incomplete, or no model of fairseq computes the same.
+    """
+    if not (folder / "config.json").exists():
+        raise UserError(
+            f"{folder} has no config.json: choose a folder that save_pretrained of transformers "
+            "wrote, or the copy of a repository of Hugging Face."
+        )
+    config = read_json(folder / "config.json")
+    try:
+        record = counterparts.of_config(config)
+        args = Namespace(
+            arch=record.arch, task=record.task, **counterparts.settings(record, config)
+        )
+        model = _ours(record, _read(folder))
+    except UserError as error:
+        raise UserError(f"{folder} cannot be converted: {error}") from error
+    if len(record.sides) > 1:  # FSMT's field says only whether all tables are one
+        first, second = (model[table] for table in counterparts.DECODER_TABLES)
+        args.share_decoder_input_output_embed = torch.equal(first, second)
+    args.source_lang, args.target_lang = config.get("langs", (None, None))
+    ARCH_CONFIG_REGISTRY[record.arch](args)
+    known: dict[str, Vocabulary] = {}
+    for name, side in record.tables.items():
+        if name in model:
+            if side not in known:
+                known[side] = vocabulary.of_folder(folder, record, side, len(model[name]))
+            model[name] = _our_rows(model[name], known[side])
+    _complete(record, args, model, known, folder)
+    loaded = {f"{side}_dictionary": each.dictionary() for side, each in known.items()}
+    loaded.setdefault("target_dictionary", loaded["source_dictionary"])
+    digests = dictionaries.digests(SimpleNamespace(**loaded))
+    return Imported(saving.without_optimizer(args, model, digests), known)
+
+
+def _read(folder: Path) -> Tensors:
+    """The parameters in the files of a folder, which stay there until they are used."""
+    for name in _WEIGHTS:
+        if (folder / name).exists():
+            return _read_file(folder / name)
+        if (folder / f"{name}.index.json").exists():
+            parts = sorted(
+                set(read_json(folder / f"{name}.index.json").get("weight_map", {}).values())
+            )
+            if missing := [part for part in parts if not (folder / part).exists()]:
+                raise UserError(
+                    f"its part {missing[0]} is missing, of {len(parts)} parts: copy it there, too."
+                )
+            return {
+                key: value for part in parts for key, value in _read_file(folder / part).items()
+            }
+    raise UserError(f"it has neither {' nor '.join(_WEIGHTS)}: copy the weights there.")
+
+
+def _read_file(path: Path) -> Tensors:
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return dict(torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path)))
+    except ImportError as error:
+        raise UserError(f"{path.name} needs a package: run pip install safetensors.") from error
+    except Exception as error:  # of any type, from a truncated file
+        raise UserError(f"{path.name} is truncated or corrupt: copy it again.") from error
+
+
+def _ours(record: Counterpart, weights: Tensors) -> Tensors:
+    """The parameters under fairseq's names, with Hugging Face's rows."""
+    model: Tensors = {}
+    types = None
+    for theirs, value in weights.items():
+        full = theirs if theirs.startswith(record.base) else record.base + theirs
+        if full == record.types_table:
+            types = value[0]
+        elif record.logits_bias and theirs.endswith(record.logits_bias):
+            if value.any():
+                raise UserError(
+                    f"its {theirs} is not zero, but fairseq's model has no bias of the logits: it "
+                    "cannot compute the same."
+                )
+        elif not record.ignored or not re.fullmatch(record.ignored, full):
+            if (ours := record.ours(theirs)) is None:
+                raise UserError(f"its parameter {theirs} is in no model of fairseq.")
+            if record.transposed and re.search(record.transposed, theirs):
+                value = value.t()
+            if record.fused and record.fused in theirs:
+                for part, piece in zip("qkv", value.chunk(3)):
+                    model[ours.replace("q_proj", f"{part}_proj")] = piece
+            else:
+                model[ours] = value
+    for name in [name for name in model if name.endswith("embed_positions.weight")]:
+        if types is not None and types.any():
+            model[name] = model[name] + types
+        if record.first_position:
+            model[name] = torch.nn.functional.pad(model[name], (0, 0, record.first_position, 0))
+    return model
+
+
+def _our_rows(table: Tensor, known: Vocabulary) -> Tensor:
+    if known.ids == list(range(len(table))):
+        return table
+    return table[[known.spare if number is None else number for number in known.ids]]
+
+
+def _complete(
+    record: Counterpart, args: Namespace, model: Tensors, known: dict[str, Vocabulary], folder: Path
+) -> None:
+    """Adds the parameters that only fairseq stores, and checks the shapes of all, in place."""
+    present = [name for name in record.tied if name in model]
+    sides = [known.get(side, known["source"]).dictionary() for side in ("source", "target")]
+    task = SimpleNamespace(source_dictionary=sides[0], target_dictionary=sides[1])
+    with FakeTensorMode():  # shapes without memory
+        expected = models.build_model(copy.copy(args), task).state_dict()
+    for name, value in expected.items():
+        if name in record.tied and name not in model and present:
+            model[name] = model[present[0]]
+        elif name.endswith(".version"):
+            model[name] = torch.tensor([3.0])
+        elif name.endswith("_float_tensor"):
+            model[name] = torch.zeros(1)
+        elif name not in model and record.optional and name.startswith(record.optional):
+            model[name] = torch.full(value.shape, float("layer_norm.weight" in name))
+        if name not in model or model[name].shape != value.shape:
+            has = f"has {list(model[name].shape)}" if name in model else "is missing"
+            raise UserError(
+                f"{folder} cannot be converted: {record.theirs(name) or name} {has}, but its "
+                f"config.json describes {list(value.shape)}: use the config.json of these weights."
+            )
