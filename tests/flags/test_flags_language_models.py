@@ -27,6 +27,7 @@ from helpers.flag_runs import lines, pieces, prove, table
 
 from lightseq_fairseq.base.families import LANGUAGE_MODEL
 from lightseq_fairseq.cli.checks import flags
+from lightseq_fairseq.cli.start import logs
 from lightseq_fairseq.plugins.settings import WITHOUT
 
 SETTINGS = table.family_settings(table.OF_TEXT)
@@ -197,7 +198,8 @@ def evaluated(
                 "eval-lm", data.format(**world), "--cpu", *words, *["--native"] * native,
             )  # fmt: skip
         asked.pop("types", None)
-        logged = [r.getMessage() for r in caplog.records if r.name == "fairseq_cli.eval_lm"]
+        shown = filter(logs.is_shown, caplog.records)  # not the configuration
+        logged = [r.getMessage() for r in shown if r.name == "fairseq_cli.eval_lm"]
         text = re.sub(r" in [\d.]+s \(.*?\)|^loading .*$", "", "\n".join(logged), flags=re.M)
         return {
             "text": re.sub(r"-?\d+\.\d+", "#", re.sub(str(world["data"].parent.parent), "", text)),
