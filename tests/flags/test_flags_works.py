@@ -26,8 +26,7 @@ SAVE = "--no-save None "
 LINES = lines("train: ")
 # Settings -> why fairseq's own step is used
 OTHER_PARTS = {
-    "--label-smoothing None | --criterion cross_entropy": "the criterion does not support the "
-    "captured step",
+    "--label-smoothing None | --criterion cross_entropy": "our step does not support the criterion",
     "--adam-betas None | --optimizer sgd": "the optimizer is not ls_adam",
 }
 CPU, EXPORT = "--cpu", "--export"

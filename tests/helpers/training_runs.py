@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -146,6 +147,7 @@ def fresh_process() -> Iterator[None]:
     """Resets what fairseq and this package keep in global variables from run to run."""
     vars(checkpoint_utils.save_checkpoint).pop("best", None)
     metrics.reset()
+    logging.root.setLevel(logging.INFO)  # as in a command, by fairseq_cli.train
     with (
         mock.patch.object(checkpoint_utils, "PathManager", checkpoint_utils.PathManager),
         mock.patch.object(checkpoint_utils, "os", checkpoint_utils.os),

@@ -169,13 +169,13 @@ def tokens_for_sentences(patch: Patch) -> None:
 
 @mutation("classes")
 def the_pooler_has_no_activation(patch: Patch) -> None:
-    classify = LSRobertaModel._classify
+    classified = roberta.classified
 
-    def changed(self: Any, head: Any, x: Tensor, rng: Tensor) -> Tensor:
+    def changed(head: Any, x: Tensor, rng: Tensor) -> Tensor:
         patch.setattr(head, "activation_fn", lambda x: x)
-        return classify(self, head, x, rng)
+        return classified(head, x, rng)
 
-    patch.setattr(LSRobertaModel, "_classify", changed)
+    patch.setattr(roberta, "classified", changed)
 
 
 @mutation("classes")
@@ -194,7 +194,7 @@ def the_head_sees_the_last_token(patch: Patch) -> None:
         source = batch["source"]
         x = self.encoder.sentence_encoder.features(source["tokens"], source.segments, rng)
         last = source.segments.cu_seqlens[1:] - 1
-        return self._classify(self.classification_heads[head], x.index_select(0, last), rng)
+        return roberta.classified(self.classification_heads[head], x.index_select(0, last), rng)
 
     patch.setattr(LSRobertaModel, "class_outputs", changed)
 
