@@ -91,16 +91,21 @@ def test_a_trained_model_goes_home(made: Made, tmp_path: Path) -> None:
     assert not any(torch.equal(*pair) for pair in pairs if pair[0].dim() > 1)
 
 
+def go_home(folder: Path) -> None:
+    """Import "theirs" in the folder as "imported", and export this as "home"."""
+    imported = folder / "imported"
+    succeed("import_", folder / "theirs", imported)
+    succeed(
+        "export", imported / "model.pt", "--to", "huggingface", "--data", imported,
+        "--tokenizer", folder / "theirs", "--output", folder / "home",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["roberta", "camembert", "gpt2", "nllb", "mbart", "bart"])
 def test_the_tokenizer_goes_home(name: str, tmp_path: Path) -> None:
     made = KINDS[name]
     hugging_face.make(made, tmp_path / "theirs")
-    succeed("import_", tmp_path / "theirs", tmp_path / "imported")
-    flags = ("--data", tmp_path / "imported", "--tokenizer", tmp_path / "theirs")
-    succeed(
-        "export", tmp_path / "imported/model.pt", "--to", "huggingface", *flags,
-        "--output", tmp_path / "home",
-    )  # fmt: skip
+    go_home(tmp_path)
     tokenizers = (AutoTokenizer.from_pretrained(tmp_path / each) for each in ("theirs", "home"))
     first, second = (each(f"w1 {made.words[-1]} w2")["input_ids"] for each in tokenizers)
     assert first == second and first
@@ -110,12 +115,7 @@ def test_a_classification_head(tmp_path: Path) -> None:
     kind = KINDS["roberta"]._replace(model="RobertaForSequenceClassification")
     kind = kind._replace(config={**kind.config, "num_labels": 3})
     theirs = hugging_face.make(kind, tmp_path / "theirs")
-    succeed("import_", tmp_path / "theirs", tmp_path / "imported")
-    flags = ("--data", tmp_path / "imported", "--tokenizer", tmp_path / "theirs")
-    succeed(
-        "export", tmp_path / "imported/model.pt", "--to", "huggingface", *flags,
-        "--output", tmp_path / "home",
-    )  # fmt: skip
+    go_home(tmp_path)
     tokens = torch.tensor([[0, 7, 9, 40, 2]])
     again = hugging_face.load(tmp_path / "home")
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
