@@ -107,7 +107,7 @@ NOTES = {
     "--optimizer": "`ls_adam`; with another one: fallback; `composite` is refused",
     "--criterion": "`ls_label_smoothed_cross_entropy`, `ls_cross_entropy`; with another one: "
     "fallback; those of other tasks are refused",
-    "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
+    "--activation-fn": "relu, gelu, gelu_accurate, silu; others are refused",
     "--ddp-backend": "fallback with `slowmo`; `fully_sharded` is refused: parameters live in one "
     "flat buffer; the others make no difference to the captured step",
     "--zero-sharding": "`os` with `--optimizer ls_adam` in the captured step; refused with "

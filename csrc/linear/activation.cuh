@@ -1,5 +1,5 @@
 // Activation functions and their derivatives, with bias and dropout. gelu is the erf form,
-// gelu_accurate the tanh form.
+// gelu_accurate the tanh form; silu(v) is v sigmoid(v).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +16,7 @@
 
 namespace lightseq {
 
-enum class Activation { kIdentity, kRelu, kGelu, kGeluAccurate };
+enum class Activation { kIdentity, kRelu, kGelu, kGeluAccurate, kSilu };
 
 constexpr float kSqrtHalf = 0.70710678118654752f;          // 1 / sqrt(2)
 constexpr float kSqrtTwoOverPi = 0.79788456080286536f;     // sqrt(2 / pi)
@@ -55,20 +55,24 @@ __device__ __forceinline__ float normal_tail(float v) {
   return exp2_approximate(log2);
 }
 
-// Beyond these bounds, gelu is v or 0 and its derivative is 1 or 0, up to 2e-36. Bounding v there
-// avoids infinity * 0. The bound of gelu_accurate keeps its exponential below 2^126.
-constexpr float kFar = 128.0f, kFarAccurate = 10.0f;
+// Beyond these bounds, an activation is v or 0 and its derivative is 1 or 0, up to 2e-36. Bounding
+// v there avoids infinity * 0. The bounds of gelu_accurate and silu keep their exponentials below
+// 2^126.
+constexpr float kFar = 128.0f, kFarAccurate = 10.0f, kFarSilu = 87.0f;
 
 struct Activated {
   float value, slope;  // slope: the derivative
 };
 
 // NaN passes through every activation, also relu, so that it reaches the gradient norm. The slope
-// at a NaN is NaN for gelu, and 1 otherwise. T: the type to which the results will be rounded.
+// at a NaN is NaN for gelu and silu, and 1 otherwise. T: the type to which the results will be
+// rounded.
 template <typename T, Activation kActivation>
 __device__ __forceinline__ Activated activate(float v) {
   if constexpr (kActivation == Activation::kRelu) return {relu(v), v <= 0.0f ? 0.0f : 1.0f};
-  constexpr float kBound = kActivation == Activation::kGelu ? kFar : kFarAccurate;
+  constexpr float kBound = kActivation == Activation::kGelu   ? kFar
+                           : kActivation == Activation::kSilu ? kFarSilu
+                                                              : kFarAccurate;
   const float above = at_least(v, -kBound);  // without an upper bound: gelu(infinity) is infinity
   const float near = at_most(above, kBound);
   if constexpr (kActivation == Activation::kGelu) {
@@ -87,6 +91,11 @@ __device__ __forceinline__ Activated activate(float v) {
     const float s = reciprocal_approximate(1.0f + exponential);
     const float slope = near * fmaf(3.0f * kCubic, square, kLinear);  // v times that of 2u
     return {above * s, fmaf(slope, s * (s * exponential), s)};
+  }
+  if constexpr (kActivation == Activation::kSilu) {
+    const float s = reciprocal_approximate(1.0f + exp2_approximate(-kLog2E * above));
+    const float value = above * s;
+    return {value, fmaf(at_most(value, kBound), 1.0f - s, s)};
   }
   return {v, 1.0f};
 }
@@ -152,34 +161,36 @@ __device__ __forceinline__ void activate_columns(const Columns<T>& x,
 
 // Whether forward must save the derivative. relu's follows from the output; identity's is 1.
 __host__ __device__ constexpr bool has_slope(Activation activation) {
-  return activation == Activation::kGelu || activation == Activation::kGeluAccurate;
+  return activation != Activation::kIdentity && activation != Activation::kRelu;
 }
 
 // These call function(constant): for all activations, all but the identity, those with a slope.
 template <typename Function>
 void dispatch_activation(Activation activation, Function&& function) {
   dispatch_value<Activation::kIdentity, Activation::kRelu, Activation::kGelu,
-                 Activation::kGeluAccurate>(activation, function);
+                 Activation::kGeluAccurate, Activation::kSilu>(activation, function);
 }
 
 template <typename Function>
 void dispatch_nonlinear(Activation activation, Function&& function) {
-  dispatch_value<Activation::kRelu, Activation::kGelu, Activation::kGeluAccurate>(activation,
-                                                                                  function);
+  dispatch_value<Activation::kRelu, Activation::kGelu, Activation::kGeluAccurate,
+                 Activation::kSilu>(activation, function);
 }
 
 template <typename Function>
 void dispatch_with_slope(Activation activation, Function&& function) {
-  dispatch_value<Activation::kGelu, Activation::kGeluAccurate>(activation, function);
+  dispatch_value<Activation::kGelu, Activation::kGeluAccurate, Activation::kSilu>(activation,
+                                                                                  function);
 }
 
 inline Activation activation_of(const char* op, const std::string& name) {
   if (name == "identity") return Activation::kIdentity;
   if (name == "relu") return Activation::kRelu;
   if (name == "gelu") return Activation::kGelu;
-  require(name == "gelu_accurate", op, ": activation must be identity, relu, gelu or gelu_accurate",
-          ", got ", name);
-  return Activation::kGeluAccurate;
+  if (name == "gelu_accurate") return Activation::kGeluAccurate;
+  require(name == "silu", op,
+          ": activation must be identity, relu, gelu, gelu_accurate or silu, got ", name);
+  return Activation::kSilu;
 }
 
 }  // namespace lightseq

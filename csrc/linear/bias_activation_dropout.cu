@@ -1,7 +1,7 @@
 // The operations between the two GEMMs of a feed-forward sublayer. T rows (tokens), F columns (FFN
 // width).
 //
-//   y     = dropout(activation(x + bias))          activation: identity, relu, gelu, gelu_accurate
+//   y     = dropout(activation(x + bias))          activation: identity or of activation.cuh
 //   dx    = dropout(dy) * activation'(x + bias)    the same dropout bits, generated again
 //   dbias = column sum of dx
 //
@@ -10,8 +10,8 @@
 //   determinism          the order of dbias' sums depends only on the sizes
 //
 // linear_activation_fwd.cu and activation_linear_bwd.cu do the same next to a product. If they
-// cannot do it in the product's kernel, they call these kernels. For gelu, forward then also writes
-// the slope (slope.cuh), and backward reads the slope instead of x.
+// cannot do it in the product's kernel, they call these kernels. For gelu and silu, forward then
+// also writes the slope (slope.cuh), and backward reads the slope instead of x.
 //
 // A warp processes 256 columns, eight per lane, and iterates over rows. So the bias and the lane's
 // part of dbias stay in registers. The loads of several rows are in flight. The warps of a block

@@ -2,7 +2,7 @@
 // (tokens), F columns (FFN width). linear_activation_fwd_fp8.cu and activation_linear_bwd_fp8.cu
 // call it if they cannot do the same next to the product.
 //
-//   forward    y  = dropout(activation(z + bias))   and for gelu the slope (slope.cuh)
+//   forward    y  = dropout(activation(z + bias))   and the slope (slope.cuh), not of ReLU
 //   backward   dz = dy slope / (1 - p); ReLU's slope is 1 where y is positive or NaN, else 0, and y
 //              is read in E4M3 from its transpose
 //   dbias      (+)= column sum of dz before the cast

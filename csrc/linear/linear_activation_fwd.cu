@@ -10,8 +10,8 @@
 //   determinism          in one kernel, the sums of z have a fixed order, which depends only on C;
 //                        otherwise see linear.cu
 //
-// For both forms of gelu in 16 bits on GPUs of compute capability 9.0, if there are enough tiles,
-// one kernel computes y and the slope. Otherwise the product writes z, and then a second kernel
+// For gelu and silu in 16 bits on GPUs of compute capability 9.0, if there are enough tiles, one
+// kernel computes y and the slope. Otherwise the product writes z, and then a second kernel
 // reads z and writes y and the slope. For ReLU with dropout, the product writes x W^T, and the
 // second kernel adds the bias; without dropout, the product's epilogue is enough (linear.cu).
 //

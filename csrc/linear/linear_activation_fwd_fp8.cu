@@ -2,7 +2,7 @@
 //
 //   z                 = x W^T + bias                 sums in float32
 //   y                 = dropout(activation(z))       values [T, F] and transpose [F, P] in E4M3
-//   slope [T, F]      = activation'(z), or 0 where y is dropped; gelu only, a byte each
+//   slope [T, F]      = activation'(z), or 0 where y is dropped; not of ReLU, a byte each
 //                       (slope.cuh)
 //
 //   saved for backward   the slope; for ReLU nothing, because it follows from y

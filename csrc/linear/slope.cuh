@@ -1,4 +1,4 @@
-// How forward stores the derivative of gelu, the slope, for backward. The slope is without
+// How forward stores the derivative of gelu or silu, the slope, for backward. The slope is without
 // dropout's 1 / (1 - p), and 0 where an element is dropped.
 //
 // It lies between -0.13 and 1.13. For bfloat16, a byte has it as the code round(200 slope) + 28. So

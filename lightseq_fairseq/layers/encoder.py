@@ -78,7 +78,7 @@ class EncoderLayer(TransformerLayer):
         dropout: rate for each sublayer's output. All three rates are for training mode only.
         attention_dropout: rate for the attention probabilities.
         activation_dropout: rate after the activation function.
-        activation: relu, gelu (erf) or gelu_accurate (tanh).
+        activation: relu, gelu (erf), gelu_accurate (tanh) or silu.
         normalize_before: pre-LayerNorm (tensor2tensor), not post-LayerNorm (Vaswani et al. 2017).
         site: first dropout site of the layer. None assigns one that no other layer of the pass has,
             see ``sites.first_site``. Sites that you choose must be below 2**20 and at least

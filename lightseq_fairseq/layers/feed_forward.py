@@ -24,9 +24,9 @@ class FeedForward(Sublayer):
 
     Attributes:
         first_bias: of the first product; the op behind it adds it.
-        activation: relu, gelu (erf) or gelu_accurate (tanh), fairseq's names.
+        activation: one of ``ops.bias_activation_dropout.ACTIVATIONS``.
         inner_dropout: behind the activation.
-        trains: backward follows, which needs the slope of gelu.
+        trains: backward follows, which needs the slope of the activation.
 
     Source: Vaswani et al. 2017, section 3.3; ``fairseq.modules.transformer_layer``.
     """

@@ -9,7 +9,8 @@ Dropout: the row id is the token's row, the column is the channel.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,26 +22,37 @@ from .numerics import column_sum, store_gradient, work_dtype
 from .philox import drop, dropped
 from .registry import Written, define
 
-#: fairseq's names: gelu is the erf form, gelu_accurate is the tanh approximation. A new activation
-#: also changes ``ops/linear_activation.py`` (codes of the slope), ``layers/feed_forward.py``, all
-#: of ``csrc/linear/activation.cuh``, notes in ``scripts/flags.py``, and the tests of these ops.
-ACTIVATIONS = ("relu", "gelu", "gelu_accurate")
-_APPROXIMATION = {"gelu": "none", "gelu_accurate": "tanh"}
-_FAR = 128.0  # above it gelu(x) is x with derivative 1; below -_FAR both are 0
+#: fairseq's names: gelu is the erf form, gelu_accurate is the tanh approximation. silu is torch's
+#: name: fairseq's, swish, is no value of its --activation-fn. A new activation also changes
+#: ``ops/linear_activation.py`` (codes of the slope), all of ``csrc/linear/activation.cuh``, notes
+#: in ``scripts/flags.py``, and the tests of these ops.
+ACTIVATIONS = ("relu", "gelu", "gelu_accurate", "silu")
+_FORMULAS: dict[str, tuple[Callable[..., Tensor], Any, dict[str, str]]] = {
+    "gelu": (functional.gelu, torch.ops.aten.gelu_backward, {"approximate": "none"}),
+    "gelu_accurate": (functional.gelu, torch.ops.aten.gelu_backward, {"approximate": "tanh"}),
+    "silu": (functional.silu, torch.ops.aten.silu_backward, {}),
+}
+# Above it these activations of x are x, with derivative 1; below -_FAR both are 0.
+_FAR = 128.0
 
 
-def gelu(x: Tensor, activation: str, need_slope: bool) -> tuple[Tensor, Tensor]:
-    """gelu(x) and its derivative, which is EMPTY unless need_slope.
+def activate(x: Tensor, activation: str, need_slope: bool) -> tuple[Tensor, Tensor]:
+    """An activation of x other than relu, and its derivative, which is EMPTY unless need_slope.
 
     Infinities map to their limits; torch's formulas would multiply them by 0 (NaN).
     """
-    approximation = _APPROXIMATION[activation]
-    near = x.clamp(-_FAR, _FAR)
-    y = torch.where(x > _FAR, x, functional.gelu(near, approximate=approximation))
-    slope = torch.ones_like(near) if need_slope else near.new_empty(0)
+    function, _, options = _FORMULAS[activation]
+    y = torch.where(x > _FAR, x, function(x.clamp(-_FAR, _FAR), **options))
+    slope = torch.ones_like(x) if need_slope else x.new_empty(0)
     if need_slope:
-        torch.ops.aten.gelu_backward(slope, near, approximate=approximation, grad_input=slope)
+        _multiply_by_slope(slope, x, activation)
     return y, slope
+
+
+def _multiply_by_slope(dy: Tensor, x: Tensor, activation: str) -> None:
+    """Multiplies dy by the derivative at x, in place."""
+    _, backward, options = _FORMULAS[activation]
+    backward(dy, x.clamp(-_FAR, _FAR), **options, grad_input=dy)
 
 
 class BiasActivationDropoutFwd(NamedTuple):
@@ -72,7 +84,7 @@ class BiasActivationDropoutFwd(NamedTuple):
         if activation == "relu":
             y.relu_()
         elif activation != "identity":
-            y, _ = gelu(y, activation, need_slope=False)
+            y, _ = activate(y, activation, need_slope=False)
         return drop(y, dropout).to(x.dtype)
 
 
@@ -111,9 +123,7 @@ class BiasActivationDropoutBwd(NamedTuple):
             if activation == "relu":
                 torch.ops.aten.threshold_backward(dx, before, 0, grad_input=dx)
             else:
-                approximation = _APPROXIMATION[activation]
-                before = before.clamp(-_FAR, _FAR)
-                torch.ops.aten.gelu_backward(dx, before, approximate=approximation, grad_input=dx)
+                _multiply_by_slope(dx, before, activation)
         if dbias is not None:
             store_gradient(dbias, column_sum(dx), accumulate)
         return dx.to(x.dtype)

@@ -4,7 +4,7 @@ Forward also returns the slope: the derivative of the activation at z = x weight
 where y is dropped. Then backward needs neither z nor the dropout bits: it multiplies by the slope
 and by 1 / (1 - p), see `activation_linear_bwd`.
 
-The slope of gelu lies between -0.13 and 1.13. For bfloat16, a byte stores it as the code
+The slope of gelu and silu lies between -0.13 and 1.13. For bfloat16, a byte stores it as the code
 round(200 slope) + 28, so that 0 and 1 are exact and the error is at most 1/400; bfloat16 would have
 up to 1/256. Other dtypes store the slope as it is.
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Cast, Dropout, Operand, Quantised
-from .bias_activation_dropout import ACTIVATIONS, gelu
+from .bias_activation_dropout import ACTIVATIONS, activate
 from .casting import check_cast, quantise, quantised_like
 from .checks import check_dropout
 from .linear import LinearFwd, empty_product, matrix, product, result_dtype
@@ -62,7 +62,8 @@ class LinearActivationFwd(NamedTuple):
     With a cast, y is its values in E4M3, and transpose [F, P] is theirs. x and weight are then
     `Quantised`, and the slope is that of bfloat16.
 
-    x, weight: as in `linear_fwd`. bias: [F]. activation: relu, gelu (erf) or gelu_accurate (tanh).
+    x, weight: as in `linear_fwd`. bias: [F]. activation: relu, gelu (erf), gelu_accurate
+    (tanh) or silu.
     slope is EMPTY if need_slope is False, and for relu, since it follows from y there.
     NaN: relu may turn it into 0 on a GPU without a cast, see csrc/linear/nan.cuh. A NaN in z is in
     y, even where y is dropped.
@@ -100,7 +101,7 @@ class LinearActivationFwd(NamedTuple):
         if activation == "relu":
             y = z.relu_()
         else:
-            y, slope = gelu(z, activation, need_slope)
+            y, slope = activate(z, activation, need_slope)
         if dropout.p > 0:
             for part, factor in dropout_factors(dropout, y.shape, y.dtype):
                 y[part].mul_(factor)

@@ -9,7 +9,7 @@ H = heads, V = vocabulary.
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from lightseq_fairseq.layers.encoder import EncoderLayer, first_cast, run_encode
 from lightseq_fairseq.layers.node import Input
 from lightseq_fairseq.memory.packing import Packed, Rows, Segments
 from lightseq_fairseq.ops import Cast
+from lightseq_fairseq.ops.bias_activation_dropout import ACTIVATIONS
 from lightseq_fairseq.plugins.dropout import dropout_rng
 from lightseq_fairseq.plugins.encoder_out import EncoderOut, repack
 from lightseq_fairseq.plugins.flat_model import FlatModel, NotCompiled
@@ -376,6 +377,14 @@ class LSTransformerModel(FlatModel, TransformerModel):
                 "translation_multi_simple_epoch, which trains one model for all pairs."
             )
         return super().build_model(args, task)
+
+    @classmethod
+    def add_args(cls, parser: ArgumentParser) -> None:
+        """fairseq's flags, and all activations of the fused layers."""
+        super().add_args(parser)
+        # The parser has no public list of its flags.
+        flag = parser._option_string_actions["--activation-fn"]
+        flag.choices = [*dict.fromkeys((*(flag.choices or ()), *ACTIVATIONS))]
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: Any) -> LSTransformerEncoder:

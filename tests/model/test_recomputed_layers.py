@@ -52,7 +52,7 @@ class Stacks(nn.Module):
 
 
 @NORMS
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_recomputed_layers_give_the_same_bits(
     normalize_before: bool, activation: str, dtype: torch.dtype

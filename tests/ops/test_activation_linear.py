@@ -21,6 +21,7 @@ ACTIVATIONS = {
     "relu": functional.relu,
     "gelu": functional.gelu,
     "gelu_accurate": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
 }
 
 

@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "relu": functional.relu,
     "gelu": functional.gelu,
     "gelu_accurate": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
 }
 
 # (tokens, width): one token; fewer rows than a block takes at a time; more columns than a block
@@ -97,9 +98,9 @@ def test_every_activation(activation, p, with_bias, dtype):
     check_inner(Inner(300, 520, dtype, activation, p, with_bias), dtype)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_accurate"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_accurate", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gelu_of_every_16_bit_number(dtype, activation):
+def test_every_16_bit_number(dtype, activation):
     """Forward within one rounding and a tenth; the derivative's error is at most plain torch's."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(dtype).view(8, -1)
     numbers = torch.where(every.abs() < 1e4, every, torch.zeros_like(every))
@@ -133,8 +134,8 @@ def test_not_a_number_stays_visible(activation, p):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["gelu", "gelu_accurate"])
-def test_gelu_of_infinities_is_its_limit(activation, dtype):
+@pytest.mark.parametrize("activation", ["gelu", "gelu_accurate", "silu"])
+def test_infinities_have_their_limit(activation, dtype):
     inner = Inner(1, 8, dtype, activation, 0.0, with_bias=False)
     numbers = torch.tensor([[math.inf, -math.inf, 3e38, -3e38, 200, -200, math.nan, 0]])
     inner.x, inner.dy = numbers.to("cuda", dtype), torch.ones(1, 8, device="cuda", dtype=dtype)

@@ -35,8 +35,12 @@ pytestmark = pytest.mark.gpu
 
 SITE = 2
 HALVES = [torch.float16, torch.bfloat16]
-GELUS = {"gelu": functional.gelu, "gelu_accurate": lambda x: functional.gelu(x, approximate="tanh")}
-ACTIVATIONS = {"relu": functional.relu, **GELUS}
+WITH_SLOPE = {
+    "gelu": functional.gelu,
+    "gelu_accurate": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+}
+ACTIVATIONS = {"relu": functional.relu, **WITH_SLOPE}
 # Rows, inputs, outputs. Tiles of 128 x 256 for most SMs of an H200: complete tiles; an odd
 # number of row tiles, so that the last clusters have one tile; incomplete tiles on all sides; a
 # single step, which processes 16 rows of a warp at once; seven steps, which process three; 17
@@ -147,7 +151,7 @@ def test_kernel_is_loaded():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("activation", GELUS)
+@pytest.mark.parametrize("activation", WITH_SLOPE)
 @pytest.mark.parametrize(("rows", "c", "f"), TILED + OTHERS)
 def test_errs_no_more_than_torch(rows, c, f, activation, dtype):
     check(inputs(rows, c, f, dtype), activation)
@@ -211,7 +215,7 @@ def test_rows_of_a_wider_matrix(rows, c, f, kind):
 @pytest.mark.parametrize(
     ("rows", "c", "f", "kind", "activation"),
     [
-        *((*size, torch.bfloat16, name) for size in (TILED[0], OTHERS[2]) for name in GELUS),
+        *((*size, torch.bfloat16, name) for size in (TILED[0], OTHERS[2]) for name in WITH_SLOPE),
         *((*size, E4M3, name) for size in (FP8_TILED[0], FP8_OTHERS[1]) for name in ACTIVATIONS),
     ],
 )
@@ -231,8 +235,8 @@ def test_nan_stays(rows, c, f, kind, p, activation):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("activation", GELUS)
-def test_gelu_of_infinities_is_its_limit(activation, dtype):
+@pytest.mark.parametrize("activation", WITH_SLOPE)
+def test_infinities_have_their_limit(activation, dtype):
     """By tiles; bias_activation_dropout's tests cover the kernel without them."""
     x, weight, bias = inputs(*TILED[0], dtype)
     numbers = torch.tensor([math.inf, -math.inf, 200.0, -200.0, 60000.0, -60000.0], device="cuda")

@@ -194,7 +194,7 @@ def test_embedding_layer_norm(width: int, dtype: torch.dtype, is_cast: bool) -> 
 
 
 @DTYPES
-@pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "gelu_accurate"])
+@pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "gelu_accurate", "silu"])
 def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
     x, dy, bias = on_gpu(dtype, 37, 264), on_gpu(dtype, 37, 264), on_gpu(dtype, 264)
     settings = (activation, dropout())
@@ -273,7 +273,7 @@ TILED = 2187, 72, 2056
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("activation", ["gelu", "gelu_accurate"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_accurate", "silu"])
 @pytest.mark.parametrize("rows", [3, TILED[0]])
 def test_linear_activation(rows: int, activation: str, dtype: torch.dtype) -> None:
     _, inputs, outputs = TILED
@@ -300,7 +300,7 @@ def test_activation_linear(with_slope: bool, dtype: torch.dtype) -> None:
 
 
 # Without dweight, since cuBLAS computes that.
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_accurate"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_accurate", "silu"])
 @pytest.mark.parametrize("rows", [137, 2192])
 def test_linear_next_to_an_activation_in_fp8(activation: str, rows: int) -> None:
     skip_without_fp8()

@@ -346,7 +346,7 @@ def variants(name: str) -> Iterator[tuple[Any, ...]]:
     for place, x in enumerate(arguments):
         others: list[Any] = [not x] if isinstance(x, bool) else []
         if isinstance(x, str):
-            others = ["identity", "relu", "gelu_accurate"]
+            others = ["identity", "relu", "gelu_accurate", "silu"]
         elif isinstance(x, float):
             others = [0.0]
         elif isinstance(x, ops.Dropout):

@@ -51,6 +51,7 @@ def assert_same_scales(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Te
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "pre-norm-gelu": {"activation_fn": "gelu", **PRE_NORM},
+    "silu": {"activation_fn": "silu"},
     "several-layers": {"encoder_layers": 2, "decoder_layers": 3},
 }
 

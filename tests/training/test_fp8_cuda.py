@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "post-norm": {},
     "pre-norm": {"encoder_normalize_before": True, "decoder_normalize_before": True},
     "gelu": {"activation_fn": "gelu"},
+    "silu": {"activation_fn": "silu"},
     "three-micro-batches": {"update_freq": 3},
     "recomputed": {"checkpoint_activations": True},
 }
