@@ -23,8 +23,23 @@ SYSTEMS = {
 }
 
 
+def of_all_systems(rows: Rows) -> Rows:
+    """Return the rows of seeds that each system of their case has trained.
+
+    Runs of a seed end at different times: until all have ended, the means would be of other seeds.
+    """
+    trained = {(row["case"], row["updates"], row["system"], row["seed"]) for row in rows}
+    systems = {(case, system) for case, _, system, _ in trained}
+    return [
+        row for row in rows
+        if all((case, row["updates"], system, row["seed"]) in trained
+               for case, system in systems if case == row["case"])
+    ]  # fmt: skip
+
+
 def cases(rows: Rows) -> Iterator[tuple[str, dict[str, Rows]]]:
     """Yield each case, once for each number of updates, with its rows by system, ours first."""
+    rows = of_all_systems(rows)
     for case, updates in sorted({(row["case"], row["updates"]) for row in rows}):
         its = [row for row in rows if (row["case"], row["updates"]) == (case, updates)]
         systems = {system: [row for row in its if row["system"] == system] for system in SYSTEMS}

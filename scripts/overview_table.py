@@ -8,6 +8,7 @@ from typing import Any
 
 from lightseq_fairseq.base.result_rows import table
 
+from .convergence_tables import of_all_systems
 from .plots import FAIRSEQ, OTHERS, OURS, Bars, gpus, speed
 
 Rows = list[dict[str, Any]]
@@ -35,8 +36,9 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
     for case, words in TRANSLATION.items():
         ours, native, ratio, cells = _systems(generate, case, "sentences_per_s")
         lines.append([words, ours, native, ratio, "", cells.get("ctranslate2", "")])
+    trained = of_all_systems(convergence)
     scores = [
-        [r["bleu"] for r in convergence if r["system"] == system and r["bleu"] is not None]
+        [r["bleu"] for r in trained if r["system"] == system and r["bleu"] is not None]
         for system in ("lightseq", "fairseq")
     ]
     lines.append(["BLEU, separately trained models", *(_mean(s) for s in scores), *[""] * 3])
@@ -45,7 +47,7 @@ def overview_table(train: Rows, generate: Rows, convergence: Rows, translation: 
     lines.append(["BLEU, both with the same checkpoint", *(_mean(s) for s in pairs), *[""] * 3])
 
     head = ["", "lightseq-fairseq", "fairseq", "speed-up", "torch.compile", "CTranslate2"]
-    rows = [*train, *generate, *convergence, *translation]
+    rows = [*train, *generate, *trained, *translation]
     machines = sorted({f"{row['gpu']}; torch {row['torch']}" for row in rows})
     return [*table(head, lines, 1, "pipe"), "", f"{', '.join(machines)}."]
 

@@ -198,11 +198,11 @@ def test_plot_of_convergence(full: Path) -> None:
     found = words(full / CURVES)
     assert {"lightseq-train: validation", "updates", "seconds"} <= found
     panels: list[dict[str, Any]] = plots.shown(full / CURVES)["panels"]
-    # Three runs of each model; training and validation of the big one. Very large losses are left
-    # out.
+    # Two runs of each system; training and validation of the big one. Very large losses are left
+    # out, and so is the third run of ours, whose seed fairseq has not trained.
     assert [[len(points) for _, points in panel["curves"]] for panel in panels] == [
-        [2] * 3,
-        [2] * 6,
+        [2] * 4,
+        [2] * 8,
     ]
 
 
