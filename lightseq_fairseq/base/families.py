@@ -185,7 +185,10 @@ TRANSLATION = Family(
     data="sentence pairs",
     instead="--task translation or another translation task",
     tasks=_OF_PAIRS,
-    batches=("lightseq_fairseq.training.batch.pairs:PackingPairs",),
+    batches=(
+        "lightseq_fairseq.training.batch.pairs:PackingPairs",
+        "lightseq_fairseq.training.batch.pairs:PackingSampled",
+    ),
     generates=True,
     packs_pairs=True,
     exports=True,

@@ -41,17 +41,28 @@ class Sentences(NamedTuple):
         return Sentences(self.tokens[kept], self.count_of(kept))
 
     def prepended(self, token: int) -> Sentences:
-        """Copy with ``token`` before each sentence."""
-        return Sentences(np.insert(self.tokens, self.starts(), token), self.lengths + 1)
+        """Copy (int64) with ``token`` before each sentence."""
+        return self._with(token, self.starts())
 
     def appended(self, token: int) -> Sentences:
-        """Copy with ``token`` after each sentence."""
-        return Sentences(np.insert(self.tokens, self.lengths.cumsum(), token), self.lengths + 1)
+        """Copy (int64) with ``token`` after each sentence."""
+        return self._with(token, self.lengths.cumsum())
+
+    def _with(self, token: int, places: np.ndarray) -> Sentences:
+        # Files of small dictionaries have uint16, which may not hold a token that a task adds.
+        tokens = self.tokens.astype(np.int64)
+        return Sentences(np.insert(tokens, places, token), self.lengths + 1)
 
     def count_of(self, marked: np.ndarray) -> np.ndarray:
         """[sentences], the number of tokens of each sentence where ``marked`` is true."""
         before = np.concatenate(([0], marked.cumsum()))
         return np.diff(before[self.boundaries()])
+
+
+def concatenated(parts: Sequence[Sentences]) -> Sentences:
+    """The sentences of all parts, one part after the other."""
+    tokens, lengths = (np.concatenate(each) for each in zip(*parts))
+    return Sentences(tokens, lengths)
 
 
 def reordered(sentences: Sentences, order: np.ndarray) -> tuple[Sentences, np.ndarray]:

@@ -333,7 +333,7 @@ _LOGGED = ("loss", "nll_loss", "accuracy", "n_correct", "total")
 
 def batches(trainer: Any, cfg: Any) -> Iterator[list[dict[str, Any]]]:
     """Groups of ``--update-freq`` batches, epoch after epoch."""
-    epoch_itr = trainer.get_train_iterator(epoch=1)
+    epoch_itr = trainer.get_train_iterator(epoch=1, load_dataset=False)  # `build` has loaded it
     try:
         while True:
             itr = epoch_itr.next_epoch_itr(shuffle=True)
@@ -341,6 +341,7 @@ def batches(trainer: Any, cfg: Any) -> Iterator[list[dict[str, Any]]]:
             for group in iterators.GroupedIterator(itr, cfg.optimization.update_freq[0]):
                 if len(group) == cfg.optimization.update_freq[0]:
                     yield group
+            epoch_itr = trainer.get_train_iterator(epoch_itr.next_epoch_idx, load_dataset=False)
     finally:
         end_workers(epoch_itr)
 

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import cli_runs
+from helpers import cli_runs, languages
 from helpers import roberta_runs as roberta
 from helpers.training_runs import LS, differing, run_ranks, trained
 
 SIZE = [word for word in roberta.SIZE if word != "--no-epoch-checkpoints"]
 SYSTEMS = pytest.mark.parametrize("system", [[], ["--native"]], ids=["ours", "native"])
+LANGUAGES = (
+    "--arch ls_transformer --max-tokens 60 --task translation_multi_simple_epoch "
+    "--lang-pairs aa-bb,bb-aa,aa-cc --sampling-method temperature --encoder-langtok src "
+    "--decoder-langtok"
+)
 EPOCHS = "--max-update 0 --max-epoch 3 --log-format json --log-interval 1 --disable-validation"
 
 
@@ -39,6 +44,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     for name in ("optimizer", "dataloader", "meters"):
         tuned.remove(f"--reset-{name}")
     pairs = [word for word in cli_runs.SMALL if word != "--no-epoch-checkpoints"]
+    first, second = (languages.write(folder / name, seed) for seed, name in enumerate("ab"))
+    several_pairs = [*pairs, *shlex.split(LANGUAGES)]
     return {
         "masked text": Case(data.text, masked),
         "masked crops": Case(data.text, [*masked, *crop, "--tokens-per-sample", "6"]),
@@ -48,13 +55,19 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
             cli_runs.binarise(folder / "pairs"),
             [*pairs, "--arch", "ls_transformer", "--max-tokens", "40", "--curriculum", "1"],
         ),
+        "virtual epochs": Case(first, [*several_pairs, "--virtual-epoch-size", "50"]),
+        "several folders": Case(Path(f"{first}:{second}"), several_pairs),
+        "virtual folders": Case(
+            Path(f"{first}:{second}"), [*several_pairs, "--virtual-epoch-size", "500"]
+        ),
         "other seeds": Case(data.text, [*masked, "--update-ordered-indices-seed"]),
         "no remainder": Case(data.text, [*masked, "--skip-remainder-batch"]),
     }  # fmt: skip
 
 
 CASES = ["masked text", "masked crops", "several languages", "cropped sentences", "curriculum",
-         "other seeds", "no remainder"]  # fmt: skip
+         "virtual epochs", "several folders", "virtual folders", "other seeds",
+         "no remainder"]  # fmt: skip
 
 
 @pytest.fixture
@@ -80,7 +93,9 @@ def train(cases: dict[str, Case], tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @SYSTEMS
-@pytest.mark.parametrize("case", ["masked text", "several languages", "cropped sentences"])
+@pytest.mark.parametrize(
+    "case", ["masked text", "several languages", "cropped sentences", "virtual epochs"]
+)
 def test_each_epoch_reads_other_data(train: Any, case: str, system: list[str]) -> None:
     still = ["--lr", "0", "--dropout", "0", "--no-save", *system]
     found = [train("x", case, *still, "--num-workers", str(count)) for count in (0, 1, 2)]
@@ -102,7 +117,12 @@ def test_a_curriculum_ends(train: Any, system: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "system"), [*((case, []) for case in CASES), ("masked text", ["--native"])]
+    ("case", "system"),
+    [
+        *((case, []) for case in CASES),
+        ("masked text", ["--native"]),
+        ("virtual folders", ["--native"]),
+    ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
     train: Any, tmp_path: Path, case: str, system: list[str]

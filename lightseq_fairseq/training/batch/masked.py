@@ -14,7 +14,15 @@ from fairseq.data import (
 )
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.memory.filling import Column, Filled, Sentences, packed, positions, reordered
+from lightseq_fairseq.memory.filling import (
+    Column,
+    Filled,
+    Sentences,
+    concatenated,
+    packed,
+    positions,
+    reordered,
+)
 from lightseq_fairseq.memory.packing import MASKED, Granularity, PackedBatch
 from lightseq_fairseq.training.batch import nested
 from lightseq_fairseq.training.batch.dataset import PackingDataset
@@ -72,9 +80,8 @@ class PackingMasked(PackingDataset):
             return self._pack(*self._corpora[which.max(initial=0)].read(places))
         masked, before, chosen = zip(*(self._corpora[i].read(places[which == i]) for i in used))
         # The corpora one after the other; then the order of the indices.
-        whole = Sentences(*(np.concatenate(each) for each in zip(*masked)))
         order = np.concatenate([np.flatnonzero(which == i) for i in used]).argsort()
-        source, rows = reordered(whole, order)
+        source, rows = reordered(concatenated(masked), order)
         return self._pack(source, np.concatenate(before)[rows], np.concatenate(chosen)[rows])
 
     def _of(self, samples: Any) -> PackedBatch:

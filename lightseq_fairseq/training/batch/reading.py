@@ -41,6 +41,8 @@ def reader(dataset: Any) -> Reader:
         return partial(_prepended, dataset.token, reader(dataset.dataset))
     if kind is data.AppendTokenDataset and dataset.token is not None:
         return partial(_appended, dataset.token, reader(dataset.dataset))
+    if kind is data.StripTokenDataset:
+        return partial(_stripped, dataset.id_to_strip, reader(dataset.dataset))
     if kind is TruncateDataset:
         return partial(_truncated, dataset.truncation_length, reader(dataset.dataset))
     if kind is data.ConcatSentencesDataset:
@@ -124,6 +126,14 @@ def _prepended(token: int, read: Reader, indices: np.ndarray) -> Sentences:
 
 def _appended(token: int, read: Reader, indices: np.ndarray) -> Sentences:
     return read(indices).appended(token)
+
+
+def _stripped(token: int, read: Reader, indices: np.ndarray) -> Sentences:
+    inner = read(indices)
+    counts = np.concatenate(([0], (inner.tokens != token).cumsum()))  # of the tokens that stay
+    ends = counts[inner.boundaries()]
+    before, until = (np.repeat(x, inner.lengths) for x in (ends[:-1], ends[1:]))
+    return inner.keep((counts[1:] > before) & (counts[:-1] < until))
 
 
 def _truncated(length: int, read: Reader, indices: np.ndarray) -> Sentences:
