@@ -34,7 +34,14 @@ from lightseq_fairseq.cli.words.argv import ARCH, is_given, value, with_options,
     "everything else as with --bf16, which it needs. For archs that begin with ls_, on GPUs of "
     "compute capability 8.9 or later (slowly also on a CPU).",
 )
-def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
+@click.option(
+    "--freeze",
+    metavar="NAMES",
+    help="Do not train the parameters with these names; they cost no gradient and no state of the "
+    "optimizer. NAMES are parts of parameter names with commas between them, such as "
+    "encoder,embed_tokens or decoder.layers.[0-5]. Also with --native.",
+)
+def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool, freeze: str | None) -> None:
     """Train a translation model, a language model or RoBERTa: fairseq-train, accelerated.
 
     Takes the flags of fairseq-train, and refuses by name the few that this package lacks. To use
@@ -61,7 +68,8 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool) -> None:
     ls_ runs fairseq-train unchanged.
     """
     # own_flags.add_to adds these flags to fairseq's parser
-    words = ["--pack-tokens"] * pack_tokens + ["--fp8"] * fp8 + words
+    frozen = [] if freeze is None else ["--freeze", freeze]
+    words = ["--pack-tokens"] * pack_tokens + ["--fp8"] * fp8 + frozen + words
 
     def is_native() -> bool:
         return native or not registries.uses_lightseq(words)

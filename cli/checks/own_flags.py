@@ -1,4 +1,4 @@
-"""--pack-tokens and --fp8 of lightseq-train, which fairseq does not have: parsing and checks."""
+"""The flags of lightseq-train that fairseq does not have: parsing and checks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import registries
 from lightseq_fairseq.cli.words.argv import is_native
 
+_OF_COMMON = ("fp8", "freeze")  # of these, fairseq's section "common" has no setting
+
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Adds the flags to fairseq's parser; the launcher's --help explains them.
@@ -21,16 +23,20 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             flag, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
+    parser.add_argument("--freeze", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-def with_fp8(convert: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """fairseq's configuration; ``common.fp8`` exists and is True if --fp8 is set."""
+def with_own(convert: Callable[..., Any], args: argparse.Namespace) -> Any:
+    """fairseq's configuration; ``common.fp8`` and so on exist if these flags are set."""
     cfg = convert(args)
-    if getattr(args, "fp8", False):
+    found = {
+        name: getattr(args, name) for name in _OF_COMMON if getattr(args, name, None) is not None
+    }
+    if found:
         from omegaconf import open_dict
 
-        with open_dict(cfg.common):  # fairseq's section has no such setting
-            cfg.common.fp8 = True
+        with open_dict(cfg.common):
+            cfg.common.update(found)
     return cfg
 
 

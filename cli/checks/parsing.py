@@ -18,8 +18,8 @@ def checked(request: Request, passed: Callable[[], None] | None = None) -> Itera
     """Within the block the checks run before and after fairseq parses the command line.
 
     ``request.args`` is set to the parsed namespace. In training the parser also accepts
-    --pack-tokens, which fairseq adds to the model's configuration, and --fp8, which is added to the
-    section "common". The trainer finds them there, also in spawned ranks.
+    --pack-tokens, which fairseq adds to the model's configuration, and our other flags, which are
+    added to the section "common". The trainer finds them there, also in spawned ranks.
 
     Args:
         passed: called if the checks have passed.
@@ -58,6 +58,6 @@ def checked(request: Request, passed: Callable[[], None] | None = None) -> Itera
         if command == "train":
             target = "fairseq_cli.train:convert_namespace_to_omegaconf"
             replaced.enter_context(
-                patching.within(target, own_flags.with_fp8, by="cli.checks.parsing")
+                patching.within(target, own_flags.with_own, by="cli.checks.parsing")
             )
         yield

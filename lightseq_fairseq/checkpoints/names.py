@@ -17,7 +17,11 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.base.families import PREFIX
 from lightseq_fairseq.plugins.unsupported import unsupported_option
 
-_OWN_SETTINGS = ("pack_tokens", "fp8")  # settings of lightseq-train that fairseq does not know
+_OWN_SETTINGS = (
+    "pack_tokens",
+    "fp8",
+    "freeze",
+)  # settings of lightseq-train that fairseq does not know
 _REGISTRIES = {
     "arch": ARCH_MODEL_REGISTRY,
     "criterion": CRITERION_REGISTRY,

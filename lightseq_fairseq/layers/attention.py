@@ -33,11 +33,17 @@ class Attention(Sublayer):
         heads: their number H.
         arguments: see `MultiheadAttention.arguments`.
         keys_values: in cross attention, makes the memory of all layers of a stack.
+        of_columns: those of its parameters that make the columns of this layer.
     """
 
     heads: int
     arguments: dict[str, Any]
     keys_values: Weight | None = None
+    of_columns: tuple[Tensor, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return *super().parameters, *self.of_columns
 
     def forward(self, x: Input, memory: Tensor | None) -> tuple[Tensor, Any]:
         y, of_x = self.first.multiply(x)
@@ -133,12 +139,14 @@ class MultiheadAttention(nn.Module):
         layers, see ``decoder.memory_weight``.
         """
         width = 2 * self.k_proj.out_features
-        read = [self.q_proj, *([self.k_proj, self.v_proj] if memory is None else [])]
+        sources = [self.k_proj, self.v_proj]
+        read = [self.q_proj, *(sources if memory is None else [])]
         return Attention(
             norm=norm, first=Weight.of(*read), last=Weight.of(self.out_proj, bias=False),
             bias=self.out_proj.bias, dropout=dropout,
             columns=None if memory is None else slice(place * width, (place + 1) * width),
             heads=self.num_heads, arguments=arguments, keys_values=memory,
+            of_columns=() if memory is None else tuple(x for p in sources for x in p.parameters()),
         )  # fmt: skip
 
     def cross_weights(self, x: Tensor, memory: Tensor, queries: Segments, keys: Segments) -> Tensor:

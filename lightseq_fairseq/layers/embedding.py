@@ -71,9 +71,8 @@ class _LookUp(Pair):
                     dy, x, gamma, mean, rstd, mask, dgamma, dbeta, accumulate
                 )
             mask = none
-        positions = self.position_weight
-        trained = [] if positions is None or not positions.requires_grad else [positions]
-        with to.of([self.weight], trained) as ((dweight, dposition), accumulate):
+        positions = () if self.position_weight is None else (self.position_weight,)
+        with to.of([self.weight], positions) as ((dweight, dposition), accumulate):
             ops.embedding_bwd(
                 dy, self.tokens, self.positions, self.scale, self.padding_idx, mask,
                 dweight, dposition, accumulate,

@@ -47,7 +47,9 @@ class FeedForward(Sublayer):
             operand, self.first.matrix, self.first_bias, self.activation, self.inner_dropout,
             self.trains, cast,
         )  # fmt: skip
-        y, of_h = self.last.multiply(Input(h, h, transpose, cast))
+        # The slope of relu follows from h.
+        keep = self.activation == "relu"
+        y, of_h = self.last.multiply(Input(h, h, transpose, cast), keep=keep)
         return y, (of_x, of_h, None if self.activation == "relu" else slope)
 
     def backward(
@@ -57,7 +59,7 @@ class FeedForward(Sublayer):
         cast = self.first.gradient_cast
         with to.of([self.first_bias], self.last.parameters) as ((dbias, dweight), accumulate):
             dz, transpose = ops.activation_linear_bwd(
-                self.last.gradient(dh), self.last.kept_operand(of_h), self.last.matrix, slope,
+                self.last.gradient(dh), self.last.kept_operand(of_h, dh), self.last.matrix, slope,
                 self.inner_dropout.p, dweight, dbias, accumulate, self.first_bias, cast,
             )  # fmt: skip
         gradient = dz if cast is None else Quantised(dz, transpose, cast.scale)

@@ -120,7 +120,6 @@ class Stack(Pair):
         if self.memory is not None:
             passes.current().wait_for(self.memory.parameters)
             memory, of_source = self.memory.multiply(*source)
-            needed |= self.trains and _is_trained(self.memory)
         residual = x.x
         if self.start is not None:
             passes.current().wait_for(self.start.parameters)
@@ -189,7 +188,8 @@ class Stack(Pair):
                 if sublayer.columns is not None and dmemory is None:
                     assert memory is not None and self.memory is not None
                     dmemory = self.memory.gradient_like(memory)
-                    if dy is None and dresidual is None:
+                    is_cut = len(kept) > 2 and kept[2] is None  # backward ends above layer 0
+                    if is_cut or (dy is None and dresidual is None):
                         dmemory.zero_()
                 dcolumns = _columns(dmemory, sublayer)
                 dy, dresidual = self._run_back(

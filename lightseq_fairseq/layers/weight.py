@@ -21,7 +21,8 @@ from lightseq_fairseq.memory.gradients import Gradients
 from lightseq_fairseq.memory.parameters import read_as_one
 from lightseq_fairseq.ops import Cast, Quantised
 from lightseq_fairseq.ops.arguments import Operand
-from lightseq_fairseq.ops.casting import E4M3
+from lightseq_fairseq.ops.casting import E4M3, padded
+from lightseq_fairseq.ops.linear import matrix
 
 
 class Weight:
@@ -42,6 +43,7 @@ class Weight:
     ) -> None:
         self.parameters = (*weights, *biases)
         self._weights, self._biases, self._spared = weights, biases, spared
+        self._is_trained = any(weight.requires_grad for weight in weights)
         self._fp8 = fp8 = passes.current().fp8.operands(weights)
         self.input_cast: Cast | None = None if fp8 is None else fp8.input
         self.gradient_cast: Cast | None = None if fp8 is None else fp8.gradient
@@ -61,29 +63,39 @@ class Weight:
     def bias(self) -> Tensor | None:
         return read_as_one(self._biases, self._spared) if self._biases else None
 
-    def multiply(self, x: Input) -> tuple[Tensor, Tensor]:
-        """x weight^T + bias [T, N], and what backward needs of x [T, K]."""
-        operand, kept = self.operand(x)
+    def multiply(self, x: Input, *, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+        """x weight^T + bias [T, N], and what backward needs of x [T, K].
+
+        keep: it is needed even if the weights are frozen.
+        """
+        operand, kept = self.operand(x, keep)
         return ops.linear_fwd(operand, self.matrix, self.bias), kept
 
-    def operand(self, x: Input) -> tuple[Operand, Tensor]:
-        """x as an op reads it, and what backward needs of it: x, or if it exists its transpose."""
+    def operand(self, x: Input, keep: bool = False) -> tuple[Operand, Tensor | None]:
+        """x as an op reads it, and what backward needs of it: x, or if it exists its transpose;
+        None if the weights are frozen, unless ``keep``."""
+        keep |= self._is_trained
         if self._fp8 is None:
-            return x.x, x.x
+            return x.x, x.x if keep else None
         cast = self._fp8.input
         if x.cast is not cast:
             x = Input(x.x, *ops.fp8_quantise(x.x, cast), cast)
         assert x.values is not None
         self._fp8.count(x.values.numel())
         kept = x.transpose if x.has_transpose else x.x
-        assert kept is not None
-        return Quantised(x.values, None, cast.scale), kept
+        return Quantised(x.values, None, cast.scale), kept if keep else None
 
-    def kept_operand(self, kept: Tensor) -> Operand:
-        """The input as an op reads it in backward; kept: from `operand`."""
+    def kept_operand(self, kept: Tensor | None, dy: Operand) -> Operand:
+        """The input as an op reads it in backward; kept: from `multiply`.
+
+        If nothing was kept, no op reads it: it has only the right shape for the gradient ``dy``.
+        """
+        rows, inputs = len(matrix(dy)), self._weights[0].shape[1]
         if self._fp8 is None:
-            return kept
+            return matrix(dy).new_empty(rows, inputs) if kept is None else kept
         scale = self._fp8.input.scale
+        if kept is None:
+            return Quantised(None, matrix(dy).new_empty(inputs, padded(rows), dtype=E4M3), scale)
         if kept.dtype != E4M3:
             kept = ops.fp8_transpose(kept, scale)
         return Quantised(None, kept, scale)
@@ -113,7 +125,7 @@ class Weight:
         return dy
 
     def backward(
-        self, dy: Operand, kept: Tensor, to: Gradients, need_dx: bool = True,
+        self, dy: Operand, kept: Tensor | None, to: Gradients, need_dx: bool = True,
         onto: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """dx [T, K], unless it is added ``onto`` another gradient of x or not needed.
@@ -123,7 +135,7 @@ class Weight:
         """
         groups = self._weights, self._biases
         with to.of(*groups, spared=self._spared) as ((dweight, dbias), accumulate):
-            dy, x = self.gradient(dy, dbias, accumulate), self.kept_operand(kept)
+            dy, x = self.gradient(dy, dbias, accumulate), self.kept_operand(kept, dy)
             dbias = dbias if self._fp8 is None else None
             need_dx = need_dx and onto is None
             return ops.linear_bwd(dy, x, self.matrix, dweight, dbias, onto, accumulate, need_dx)

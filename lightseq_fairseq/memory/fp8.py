@@ -14,6 +14,7 @@ Shapes: M = products, N = outputs and K = inputs of a product.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class NoFp8:
         """
 
     def weight_cast(self) -> WeightCast | None:
-        """Count one cast of the weights; returns how an op is to do it."""
+        """Count one cast of the weights; returns how an op is to do it, None if all are frozen."""
         return None
 
     def cast_weights(self) -> None:
@@ -118,14 +119,15 @@ class Fp8State(NoFp8):
 
     Args:
         model: its products are the lists of weights that ``model.products()`` returns.
-        low: the buffer of its parameters. The weights of a product must be adjacent there.
+        low: the buffer of its trained parameters. The weights of a product must be adjacent.
+            Frozen weights are cast only here.
         saved: a `state` of this model, from which scales continue. A state of other products is
             ignored.
-        memory: uint8, holds the weights in E4M3. If it is None or too short, they get memory of
-            their own.
+        memory: uint8, holds the trained weights in E4M3. If it is None or too short, they get
+            memory of their own.
 
     Raises:
-        UserError: a width is no multiple of 16.
+        UserError: as in `products`.
 
     Attributes:
         saturated: int64 [3, M], how many numbers beyond the largest of E4M3 were cast since
@@ -140,7 +142,8 @@ class Fp8State(NoFp8):
         memory: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._low = low
-        weights = products(model)
+        # The trained ones first.
+        weights = dict(sorted(products(model).items(), key=lambda x: not _holds(low, x[1])))
         self._names = list(weights)
         count, device = len(weights), low.data.device
         # 16 bytes apart: cuBLASLt reads a scale only from a 16-byte boundary.
@@ -152,26 +155,29 @@ class Fp8State(NoFp8):
         self.cast = torch.zeros((), dtype=torch.float64, device=device)
         self._pending = 0  # numbers that the current pass has cast
         matrices, end = [], 0
-        for weight in weights.values():
+        for weight in filter(functools.partial(_holds, low), weights.values()):
             start = weight.storage_offset() - low.data.storage_offset()
             matrices.append(Matrix(int(start), end, *weight.shape))
             end += weight.numel()
         self._tiles = fp8_tiles(matrices, len(low.data)).to(device)
         if memory is None or len(memory) < 2 * end:
             memory = torch.empty(2 * end, dtype=torch.uint8, device=device)
-        self._values, self._transposes = memory[: 2 * end].view(E4M3).split(end)
+        in_e4m3 = memory[: 2 * end].view(E4M3)
+        self._values, self._transposes = in_e4m3[:end], in_e4m3[end:]
         self._operands: dict[tuple[int, torch.Size], Operands] = {}
         for place, weight in enumerate(weights.values()):
-            part = slice(matrices[place].place, matrices[place].place + weight.numel())
             input, of_weight, gradient = (
                 Cast(*(x[row, place] for x in (self._scale, self.amax, self.saturated)))
                 for row in (_INPUT, _WEIGHT, _GRADIENT)
             )
-            matrix = Quantised(
-                self._values[part].view(weight.shape),
-                self._transposes[part].view(weight.shape[::-1]),
-                of_weight.scale,
-            )
+            if place < len(matrices):
+                part = slice(matrices[place].place, matrices[place].place + weight.numel())
+                values, transpose = self._values[part], self._transposes[part]
+                matrix = Quantised(
+                    values.view(weight.shape), transpose.view(weight.shape[::-1]), of_weight.scale
+                )
+            else:
+                matrix = _cast_once(weight)
             self._operands[_key(weight)] = Operands(input, of_weight, gradient, matrix, self._count)
         self._lacks_weights = False
         self.passes_due = 0 if self._load(saved) else _FIRST_PASSES
@@ -224,14 +230,19 @@ class Fp8State(NoFp8):
 
         It notes nothing, since the cast before has noted the same numbers.
         """
+        if not len(self._values):
+            return
         amax, saturated = (torch.zeros_like(x[_WEIGHT]) for x in (self.amax, self.saturated))
         cast = self._weight_cast()._replace(amax=amax, saturated=saturated)
         ops.fp8_weights(self._low.data, cast)
 
     def cast_weights(self) -> None:
-        ops.fp8_weights(self._low.data, self.weight_cast())
+        if (cast := self.weight_cast()) is not None:
+            ops.fp8_weights(self._low.data, cast)
 
-    def weight_cast(self) -> WeightCast:
+    def weight_cast(self) -> WeightCast | None:
+        if not len(self._values):
+            return None
         self.cast.add_(self._values.numel())
         return self._weight_cast()
 
@@ -262,18 +273,41 @@ def _key(weight: Tensor) -> tuple[int, torch.Size]:
     return weight.data_ptr(), weight.shape
 
 
+def _holds(low: FlatBuffer, weight: Tensor) -> bool:
+    start = weight.data_ptr() - low.data.data_ptr()
+    return 0 <= start < low.data.numel() * low.data.element_size()
+
+
+def _cast_once(weight: Tensor) -> Quantised:
+    """A frozen weight [N, K] in E4M3, with the scale that follows from its largest number."""
+    cast = Cast(
+        torch.ones((), device=weight.device), torch.zeros((), device=weight.device),
+        torch.zeros((), dtype=torch.int64, device=weight.device),
+    )  # fmt: skip
+    ops.fp8_quantise(weight, cast)  # notes the largest number
+    history = torch.zeros(HISTORY, 1, device=weight.device)
+    skipped = torch.zeros((), dtype=torch.float64, device=weight.device)
+    ops.fp8_scales(cast.scale.view(1), cast.amax.view(1), history, skipped, True)
+    return Quantised(*ops.fp8_quantise(weight, cast), cast.scale)
+
+
 def products(model: Any) -> dict[str, Tensor]:
     """The model's products in fp8: name of the first weight -> the whole weight [N, K], a view.
 
     model: its method of this name returns the weights of each product.
 
     Raises:
-        UserError: a width is no multiple of 16.
+        UserError: a width is no multiple of 16, or only a part of a product's weights is frozen.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights: dict[str, Tensor] = {}
     for group in model.products():
         name, weight = names[id(group[0])], as_one(group)
+        if len({parameter.requires_grad for parameter in group}) > 1:
+            raise UserError(
+                f"--fp8 computes one product with {name} and {names[id(group[-1])]}, but --freeze "
+                "freezes only a part of its weights: freeze all of them or none, or remove --fp8."
+            )
         if any(width % ALIGNMENT for width in weight.shape):
             raise UserError(
                 f"--fp8 needs widths that are multiples of {ALIGNMENT}, but {name} has the shape "

@@ -153,9 +153,11 @@ class Gradients:
 
         Args:
             groups: parameters that the op reads as one, see ``parameters.read_as_one``. The op
-                writes one tensor for each group, within the block; None for an empty group.
+                writes one tensor for each group, within the block; None for a group that is empty
+                or frozen.
             spared: the op reads each of them with its spare rows.
         """
+        groups = tuple(group if _is_trained(group) else () for group in groups)
         given = [group for group in groups if group]
         wholes = [read_as_one(group, spared) for group in given]
         direct = self._direct
@@ -187,3 +189,7 @@ class Gradients:
         """What autograd gets as the gradient of a parameter; call it once for each."""
         # Not kept here: autograd copies a gradient to which others refer.
         return self._new.pop(id(parameter), None)
+
+
+def _is_trained(parameters: Iterable[Tensor]) -> bool:
+    return any(parameter.requires_grad for parameter in parameters)

@@ -181,9 +181,14 @@ def flatten_parameters(
 ) -> list[FlatBuffer]:
     """Place the parameters of ``module`` one after another, in one buffer per dtype and device.
 
+    Frozen parameters (``requires_grad`` is False) get a buffer of their own, so that gradients and
+    the optimizer's state have no room for them. A group of which only a part is frozen is not kept
+    together: then `as_one` copies it.
+
     Names, shapes, values, ``requires_grad`` and ties do not change. Only the storage changes, and
     only if the layout is not right already. Call this at the end of ``__init__``, and again after
-    ``Module._apply`` (``.half()``, ``.cuda()``, ...), which gives every parameter its own storage.
+    ``Module._apply`` (``.half()``, ``.cuda()``, ...), which gives every parameter its own storage,
+    and after parameters have been frozen.
 
     Args:
         module: its parameters are placed in the order of ``module.parameters()``, but see spared.
@@ -192,19 +197,21 @@ def flatten_parameters(
             ``module.parameters()``. Parameters of a group share dtype and device.
         spared: parameters without a group, after which zero rows are reserved if their number of
             rows is no multiple of 8 (`with_spare_rows`). They are placed first, because the last
-            parameter of a buffer gets no zero rows.
+            parameter of a buffer gets no zero rows, unless it is frozen.
 
     Returns:
         The buffers. The caller need not keep them: the parameters keep their storage alive.
     """
-    group_of = {id(p): list(group) for group in groups for p in group}
-    blocks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = defaultdict(list)
+    whole = (list(group) for group in groups if len({p.requires_grad for p in group}) == 1)
+    group_of = {id(p): group for group in whole for p in group}
+    blocks: dict[tuple[torch.dtype, torch.device, bool], list[list[Tensor]]] = defaultdict(list)
     placed: set[int] = set()
     for parameter in module.parameters():
         if id(parameter) not in placed:
             block = group_of.get(id(parameter), [parameter])
             placed.update(id(p) for p in block)
-            blocks[parameter.dtype, parameter.device].append(block)
+            kind = parameter.dtype, parameter.device, parameter.requires_grad
+            blocks[kind].append(block)
     spare = {id(p): _spare(p) for p in spared if _spare(p) > 0}
     for of_one_kind in blocks.values():
         of_one_kind.sort(key=lambda block: id(block[0]) not in spare)
@@ -262,6 +269,9 @@ def _lay_out(
     """
     parameters = [p for block in blocks for p in block]
     itemsize = parameters[0].element_size()
+    # A gradient ends with the last parameter, so zero rows after it would have none.
+    with_spare = parameters[: len(parameters) - parameters[0].requires_grad]
+    spare = {id(p): spare[id(p)] for p in with_spare if id(p) in spare}
     offsets: list[int] = []
     end = 0
     for block in blocks:
@@ -270,9 +280,9 @@ def _lay_out(
             offsets.append(end)
             end += parameter.numel() + spare.get(id(parameter), 0)
     start = parameters[0].storage_offset()
-    storage = parameters[0].untyped_storage()._cdata
-    if not all(
-        p.untyped_storage()._cdata == storage
+    storage = parameters[0].untyped_storage()
+    if storage.nbytes() < (start + end) * itemsize or not all(
+        p.untyped_storage()._cdata == storage._cdata
         and p.storage_offset() == start + offset
         and p.is_contiguous()
         for p, offset in zip(parameters, offsets, strict=True)
@@ -286,7 +296,7 @@ def _lay_out(
         torch._foreach_copy_(views, [p.detach() for p in parameters])
         for parameter, view in zip(parameters, views, strict=True):
             parameter.data = view
-    for parameter in parameters[:-1]:
+    for parameter in parameters:
         if id(parameter) in spare:
             _spared_at[parameter] = parameter.data_ptr()
     return FlatBuffer(parameters)

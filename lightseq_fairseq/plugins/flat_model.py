@@ -79,7 +79,7 @@ class FlatModel(NotCompiled):
             # after them.
             for place, layer in enumerate(_layers(*stacks), 1):
                 layer.site = place * SITES_PER_LAYER
-        self._flatten()
+        self.flatten()
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
@@ -144,13 +144,14 @@ class FlatModel(NotCompiled):
         """Parameters after which the flat buffer has zero rows, see ``flatten_parameters``."""
         return []
 
-    def _flatten(self: Any) -> None:
+    def flatten(self: Any) -> None:
+        """Lay out the parameters; call it after some have been frozen."""
         flatten_parameters(self, self.fused_groups(), self.spared())
 
     def register_classification_head(self: Any, *arguments: Any, **options: Any) -> None:
         """As in fairseq, if its model has this method; then flatten the parameters again."""
         super().register_classification_head(*arguments, **options)  # type: ignore[misc]
-        self._flatten()
+        self.flatten()
 
     def prepare_for_inference_(self: Any, cfg: Any) -> None:
         """As fairseq's, but with --bf16 as well; fairseq's handles only --fp16."""
@@ -165,7 +166,7 @@ class FlatModel(NotCompiled):
             unsupported = unsupported_width(self.sides()[0][0].cfg)
             if unsupported:
                 raise UserError(unsupported.sentence(registered_name(type(self))))
-        self._flatten()
+        self.flatten()
         return self
 
 

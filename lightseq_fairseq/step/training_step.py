@@ -128,8 +128,8 @@ class TrainingStep:
     """Trains one model on one device, with packed batches.
 
     Args:
-        model: is passed to the objective; all its parameters are trained.
-        low: the buffer of its parameters.
+        model: is passed to the objective.
+        low: the buffer of its trained parameters.
         adam: fused, on ``low`` itself or on a float32 copy with the same layout.
         objective, options, ranks: see their classes.
         scales: the layers' products are computed in fp8; these are the scales of an earlier run,

@@ -49,6 +49,7 @@ from lightseq_fairseq.step.training_step import (
     UpdateOptions,
 )
 from lightseq_fairseq.training.background import WRITER
+from lightseq_fairseq.training.freezing import trained
 from lightseq_fairseq.training.stopping import STOPPING
 
 logger = logging.getLogger(__name__)
@@ -104,10 +105,9 @@ def fallback_reason(trainer: Any) -> str | None:
     found = found or next((reason for reason, applies in reasons.items() if applies), None)
     if found is not None:
         return found
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if len(parameters) < len(list(model.parameters())) or list(criterion.parameters()):
-        return "some parameters are not trained, or belong to the criterion"
-    return None if len(flat_buffers(parameters)) == 1 else "the parameters have several dtypes"
+    if list(criterion.parameters()):
+        return "some parameters belong to the criterion"
+    return None if len(flat_buffers(trained(model))) == 1 else "the parameters have several dtypes"
 
 
 def _adam(optimizer: Any) -> FlatAdam:
@@ -257,8 +257,8 @@ class CapturedTraining:
                 tolerance=scaler.tolerance, threshold=scaler.threshold or 0.0,
                 min_loss_scale=scaler.min_loss_scale,
             )  # fmt: skip
-        (low,) = flat_buffers(trainer.get_model().parameters())
         model = trainer.get_model()
+        (low,) = flat_buffers(trained(model))
         self._objective: Objective = criterion.objective()
         # With --fp16 or --bf16, unused parameters have a gradient of zeros, as in fairseq, so they
         # decay. In fp32 they have none.

@@ -160,10 +160,10 @@ def configure(data: Path, save_dir: Path, flags: dict[str, Any]) -> Any:
     named = {name.replace("_", "-"): value for name, value in flags.items()}
     # Flags that are not fairseq's.
     own = {"pack_tokens": True} if named.pop("pack-tokens", None) else {}
-    fp8 = named.pop("fp8", None)
+    args = Namespace(fp8=named.pop("fp8", None), freeze=named.pop("freeze", None))
     cfg = parse(command_line(data, save_dir, named))
     vars(cfg.model).update(own)
-    return own_flags.with_fp8(lambda _: cfg, Namespace(fp8=fp8))
+    return own_flags.with_own(lambda _: cfg, args)
 
 
 def run(data: Path, save_dir: Path, native: bool = False, **flags: Any) -> list[float]:

@@ -72,12 +72,13 @@ class TestFlattenParameters:
         module.append(module[0])  # tied
         module[1].requires_grad_(False)
         before, objects = values(module), list(module)
-        (buffer,) = flatten_parameters(module)
+        buffers = flatten_parameters(module)
         assert same(module, before)
         assert all(a is b for a, b in zip(module, objects, strict=True))
         assert [p.requires_grad for p in module] == [True, False, True, True, True, True]
-        assert len(buffer.parameters) == 5
-        assert len({p.untyped_storage().data_ptr() for p in module}) == 1
+        # A frozen parameter has a buffer of its own.
+        assert [len(buffer.parameters) for buffer in buffers] == [4, 1]
+        assert len({p.untyped_storage().data_ptr() for p in module}) == 2
 
     def test_alignment_and_padding(self) -> None:
         module = parameters(*SHAPES, dtype=torch.bfloat16)
@@ -118,6 +119,11 @@ class TestFlattenParameters:
         (alone,) = parameters((5, 3))
         flatten_parameters(nn.ParameterList([alone]), spared=[alone])
         assert with_spare_rows(alone) is None
+        # Zero rows after a frozen one need no gradient.
+        alone.requires_grad_(False)
+        flatten_parameters(nn.ParameterList([alone]), spared=[alone])
+        whole = with_spare_rows(alone)
+        assert whole is not None and torch.equal(whole[:5], alone) and not whole[5:].any()
         # An optimizer still finds one buffer.
         (found,) = flat_buffers(module.parameters())
         assert found.data.data_ptr() == buffer.data.data_ptr()

@@ -121,6 +121,25 @@ def test_captured_and_eager_are_equal_in_roberta_and_bart(
     assert len(captured.losses) == 24
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"freeze": "encoder,embed_tokens", "encoder_normalize_before": True},
+        {"freeze": "decoder.layers.0,encoder.layers.0.self_attn.q_proj", "decoder_layers": 2},
+        {"freeze": "encoder,decoder.layers", "fp8": True, "encoder_ffn_embed_dim": 64},
+    ],
+)
+def test_captured_and_eager_are_equal_with_frozen_parameters(
+    flags: dict[str, Any], found: Callable[..., Found]
+) -> None:
+    if "fp8" in flags and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs products in fp8")
+    flags = {**ON_GPU, **PRECISIONS["bf16"], **flags, "max_update": 24}
+    captured = found("captured", **flags)
+    assert_same(captured, found("eager", captured=False, **flags))
+    assert len(captured.losses) == 24
+
+
 def test_captured_and_eager_are_equal_with_many_flags(found: Callable[..., Found]) -> None:
     flags = {**ON_GPU, **PRECISIONS["fp16"], "fp16_scale_window": 1000, "update_freq": "2,1"}
     flags.update(sentence_avg=True, report_accuracy=True, ignore_prefix_size=1, max_update=24)
