@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import PREFIX
 from lightseq_fairseq.cli.start.commands import own
 from lightseq_fairseq.cli.words.argv import flag_of
 
@@ -67,7 +68,8 @@ def _hugging_face(source: Path, output: Path) -> None:
     click.echo(
         f"wrote {output}; to train it further:\n"
         f"lightseq-preprocess ... {dictionary}{joined}\n"
-        f"lightseq-train DATA --arch ls_{args.arch} --finetune-from-model {output / 'model.pt'}"
+        f"lightseq-train DATA --arch ls_{args.arch.removeprefix(PREFIX)} --finetune-from-model "
+        f"{output / 'model.pt'}"
     )
 
 

@@ -102,10 +102,14 @@ def native_twin(argv: Sequence[str]) -> list[str]:
     """The same command with fairseq's own arch, optimizer and criterion in place of ours.
 
     Raises:
-        UserError: the arch extends ours, and fairseq has no arch of the corresponding name.
+        UserError: the arch extends ours, or is only ours, and fairseq has no arch of the
+            corresponding name.
     """
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
     arch, twin = value(argv, ARCH), without_prefixes(argv)
-    if is_fused(arch) and is_fused(value(twin, ARCH)):
+    other = value(twin, ARCH)
+    if is_fused(arch) and (is_fused(other) or other not in ARCH_MODEL_REGISTRY):
         raise UserError(
             f"--native finds no arch of fairseq that corresponds to --arch {arch}: use one of "
             "fairseq's, such as transformer."

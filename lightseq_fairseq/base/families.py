@@ -83,7 +83,8 @@ class Family(NamedTuple):
 
     Attributes:
         name: in words.
-        native, ours: fairseq's class, and the class that replaces it.
+        native, ours: fairseq's class, and the class that replaces it. Empty: fairseq has no such
+            model, so checkpoints name our archs, and stock fairseq cannot read them.
         data, instead: for the message about a wrong task: its data in words, and the flag of a
             right task.
         tasks: those that provide its data.
@@ -390,6 +391,7 @@ def has_prompts(task: str | None) -> bool:
     return known is not None and known.prompts
 
 
-def of_native(model: Any) -> Family | None:
-    """The family of fairseq's model; None for subclasses, which may compute something else."""
-    return next((family for family in FAMILIES if named(family.native) is model), None)
+def of_saved(model: Any) -> Family | None:
+    """The family of a model that checkpoints name, fairseq's or one that only we have; None for
+    subclasses, which may compute something else."""
+    return next((each for each in FAMILIES if named(each.native or each.ours) is model), None)

@@ -7,13 +7,20 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lightseq_fairseq.base.families import Family
+from lightseq_fairseq.layers import sinusoidal_positions
 
 Names = tuple[tuple[str, str], ...]
 
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _fairseqs_sinusoids(count: int, width: int) -> Tensor:
+    return sinusoidal_positions(count, width, padding_idx=1)
 
 
 class Field(NamedTuple):
@@ -67,7 +74,12 @@ class Counterpart(NamedTuple):
         first_position: rows of fairseq's learned positions that Hugging Face's table lacks.
         types_table: Hugging Face's embedding of token types, whose row 0 is added to each token.
         sinusoids: Hugging Face's tables of sinusoidal positions, which fairseq does not save.
+        table_of_positions: rows of these tables in front of position 0, and the function of the
+            numbers of rows and columns that returns them.
         logits_bias: Hugging Face's bias of the logits, which is zero in fairseq.
+        own_bias: fairseq's name of it, in models that have one. It keeps rows that Hugging Face
+            lacks from taking a share of the probability.
+        first_words: fields of config.json if there is no other config.json to begin with.
         languages: pattern of words that name a language, and how fairseq writes a language.
         spare: a word that no text has, for rows that fairseq has in addition.
         sides: side of the words -> config.json's field of their number, and the file with the words
@@ -94,7 +106,10 @@ class Counterpart(NamedTuple):
     first_position: int = 0
     types_table: str = ""
     sinusoids: tuple[str, ...] = ()
+    table_of_positions: tuple[int, Callable[[int, int], Tensor]] = (2, _fairseqs_sinusoids)
     logits_bias: str = ""
+    own_bias: str = ""
+    first_words: dict[str, Any] = {}
     languages: tuple[str, str] | None = None
     spare: str = ""
     sides: dict[str, tuple[str, str]] = {"source": ("vocab_size", "vocab.json")}
@@ -124,9 +139,14 @@ def _renamed(name: str, names: Names) -> str | None:
 
 
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_accurate"}
+_SILU = {"silu": "silu", "swish": "silu"}  # only our models have it
 
 
-def activation(name: str, default: str) -> Field:
-    """The field that decides the activation; a value that fairseq lacks becomes None."""
-    back = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-    return Field("activation_fn", name, default, lambda v: _ACTIVATIONS.get(v), back.get)
+def activation(name: str, default: str, silu: bool = False) -> Field:
+    """The field that decides the activation; a value that the models lack becomes None.
+
+    silu: whether models that are read may have it.
+    """
+    known = _ACTIVATIONS | (_SILU if silu else {})
+    back = {ours: theirs for theirs, ours in (_ACTIVATIONS | _SILU).items()}
+    return Field("activation_fn", name, default, known.get, back.get)

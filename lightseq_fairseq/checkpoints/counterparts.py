@@ -150,10 +150,20 @@ GPT2 = Counterpart(
 
 
 def _encoder_decoder(
-    types: dict[str, str], *, pre_norm: bool, learned: bool, **more: Any
-) -> Counterpart:
-    """The record of a kind of encoder-decoders; ``more``: attributes that differ."""
+    types: dict[str, str], *, pre_norm: bool, learned: bool, like_bart: bool | None = None,
+    layerdrop: float = 0.0, silu: bool = False, **more: Any,
+) -> Counterpart:  # fmt: skip
+    """The record of a kind of encoder-decoders.
+
+    Args:
+        like_bart: whether the defaults in `transformers` are BART's, not M2M-100's; None: if
+            positions are learned.
+        layerdrop: its default in `transformers`.
+        silu: whether our model may have this activation.
+        more: attributes that differ.
+    """
     words = "encoder.embed_tokens.weight"
+    like_bart = learned if like_bart is None else like_bart
     record = Counterpart(
         types=types,
         classes=("ForConditionalGeneration", "Model"),
@@ -176,16 +186,15 @@ def _encoder_decoder(
                 )
             ),
             *(
-                # It is a setting of training, so a run does not take it from the file.
-                Field(f"{side}_layerdrop", f"{side}_layerdrop", 0.0, lambda _: 0.0, float)
+                Field(f"{side}_layerdrop", f"{side}_layerdrop", layerdrop, float, float)
                 for side in ("encoder", "decoder")
             ),
             Field("max_source_positions", "max_position_embeddings", 1024),
             Field("max_target_positions", "max_position_embeddings", 1024),
-            activation("activation_function", "gelu" if learned else "relu"),
-            Field("no_scale_embedding", "scale_embedding", not learned, not_, not_),
+            activation("activation_function", "gelu" if like_bart else "relu", silu),
+            Field("no_scale_embedding", "scale_embedding", not like_bart, not_, not_),
             Field("dropout", "dropout", 0.1),
-            Field("attention_dropout", "attention_dropout", 0.0 if learned else 0.1),
+            Field("attention_dropout", "attention_dropout", 0.0 if like_bart else 0.1),
             Field("activation_dropout", "activation_dropout", 0.0),
         ),
         settings={
@@ -221,6 +230,7 @@ M2M100 = _encoder_decoder(
     {"m2m_100": "M2M100"},
     pre_norm=True,
     learned=False,
+    layerdrop=0.05,
     languages=(r"__(\w+)__|([a-z]{3}_[A-Z][a-z]{3})", "__{}__"),
 )
 MBART = _encoder_decoder(
@@ -245,7 +255,38 @@ FSMT = FSMT._replace(
     },
 )
 
-COUNTERPARTS = (ROBERTA, GPT2, M2M100, MBART, BART, FSMT)
+XGLM = Counterpart(
+    types={"xglm": "XGLM"},
+    classes=("ForCausalLM", "Model"),
+    families=(families.LANGUAGE_MODEL,),
+    arch="transformer_lm",
+    task="language_modeling",
+    fields=(
+        *(Field(f"decoder_{kind}_dim", "d_model", 1024) for kind in ("embed", "input", "output")),
+        Field("decoder_layers", "num_layers", 24),
+        Field("decoder_attention_heads", "attention_heads", 16),
+        Field("decoder_ffn_embed_dim", "ffn_dim", 4096),
+        Field("decoder_layerdrop", "layerdrop", 0.0, float, float),
+        Field("max_target_positions", "max_position_embeddings", 2048),
+        activation("activation_function", "gelu"),
+        Field("no_scale_embedding", "scale_embedding", True, not_, not_),
+        Field("share_decoder_input_output_embed", "tie_word_embeddings", True, bool, bool),
+        Field("dropout", "dropout", 0.1),
+        Field("attention_dropout", "attention_dropout", 0.1),
+        Field("activation_dropout", "activation_dropout", 0.0),
+    ),
+    settings={
+        **{k: v for k, v in GPT2.settings.items() if k != "no_scale_embedding"},
+        "decoder_learned_pos": False,
+    },
+    fixed=(Fixed("add_cross_attention", False, False),),
+    names=(("decoder.output_projection.", "lm_head."), ("decoder.", "model.")),
+    base="model.",
+    tied=DECODER_TABLES,
+    tables=dict.fromkeys(DECODER_TABLES, "source"),
+)
+
+COUNTERPARTS = (ROBERTA, GPT2, M2M100, MBART, BART, FSMT, XGLM)
 
 
 def of_config(config: dict[str, Any]) -> Counterpart:
@@ -265,6 +306,11 @@ def of_config(config: dict[str, Any]) -> Counterpart:
                 f"it contains a {name}, but only these classes can be converted: "
                 f"{', '.join(classes)}."
             )
+    if record.own_bias and config.get("decoder_start_token_id") != config.get("pad_token_id"):
+        raise UserError(
+            "its decoder_start_token_id is not its pad_token_id: our model of this kind begins "
+            "with the pad."
+        )
     for name, value, default in record.fixed:
         if (found := config.get(name, default)) != value:
             raise UserError(

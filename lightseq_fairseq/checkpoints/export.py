@@ -78,13 +78,13 @@ def _options(state: dict[str, Any], source: Path) -> tuple[Namespace, Family]:
     found: Any = names.native_cfg({"model": state.get("args") or cfg.get("model")})["model"]
     named = vars(found) if isinstance(found, Namespace) else found or {}
     arch = named.get("arch") or named.get("_name")
-    family = families.of_native(ARCH_MODEL_REGISTRY.get(arch))
+    family = families.of_saved(ARCH_MODEL_REGISTRY.get(arch))
     if family is None or not family.exports:
         known = ", ".join(each.name for each in families.FAMILIES if each.exports)
         what = f"a model of --arch {arch}" if arch else "no options of a model"
         raise UserError(
-            f"{source} contains {what}, but only fairseq's models of these kinds can be exported: "
-            f"{known}. Choose another checkpoint."
+            f"{source} contains {what}, but only models of these kinds can be exported: {known}. "
+            "Choose another checkpoint."
         )
     args = Namespace(**named, **{} if "arch" in named else {"arch": arch})
     # These options may be only in the task's section, which CTranslate2 does not read.
@@ -206,8 +206,14 @@ def to_fairseq(trained: Trained, output: Path) -> None:
     It has no optimizer state. It can be used as any checkpoint, and to start further training.
 
     Raises:
-        UserError: ``output`` cannot be written; it is unchanged then.
+        UserError: stock fairseq cannot compute the model, or ``output`` cannot be written; it is
+            unchanged then.
     """
+    if not trained.family.native:
+        raise UserError(
+            f"fairseq has no model that computes the same as {trained.family.name}: export this "
+            "one with --to huggingface or --to safetensors."
+        )
     state = {**trained.checkpoint, "args": None, "last_optimizer_state": None}
     state["model"] = trained.model.state_dict()
     if trained.checkpoint.get("args"):  # from fairseq 0.10.2 or older

@@ -27,6 +27,7 @@ from lightseq_fairseq.checkpoints.vocabulary import Vocabulary, read_json
 
 Tensors = dict[str, Tensor]
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_NEVER = -1e4  # the bias of a logit; not infinite, because label smoothing reads all logits
 
 
 class Imported(NamedTuple):
@@ -73,7 +74,7 @@ def to_native(folder: Path) -> Imported:
         if name in model:
             if side not in known:
                 known[side] = vocabulary.of_folder(folder, record, side, len(model[name]))
-            model[name] = _our_rows(model[name], known[side])
+            model[name] = _our_rows(model[name], known[side], name == record.own_bias)
     _complete(record, args, model, known, folder)
     loaded = {f"{side}_dictionary": each.dictionary() for side, each in known.items()}
     loaded.setdefault("target_dictionary", loaded["source_dictionary"])
@@ -122,10 +123,19 @@ def _ours(record: Counterpart, weights: Tensors) -> Tensors:
         if full == record.types_table:
             types = value[0]
         elif record.logits_bias and theirs.endswith(record.logits_bias):
-            if value.any():
+            if record.own_bias:
+                model[record.own_bias] = value[0]
+            elif value.any():
                 raise UserError(
                     f"its {theirs} is not zero, but fairseq's model has no bias of the logits: it "
                     "cannot compute the same."
+                )
+        elif full in record.sinusoids:
+            _, table = record.table_of_positions
+            if not torch.allclose(value.float(), table(*value.shape), atol=1e-3):
+                raise UserError(
+                    f"its {theirs} is no table of sinusoids, as our model has: it cannot compute "
+                    "the same."
                 )
         elif not record.ignored or not re.fullmatch(record.ignored, full):
             if (ours := record.ours(theirs)) is None:
@@ -145,10 +155,13 @@ def _ours(record: Counterpart, weights: Tensors) -> Tensors:
     return model
 
 
-def _our_rows(table: Tensor, known: Vocabulary) -> Tensor:
+def _our_rows(table: Tensor, known: Vocabulary, is_bias: bool) -> Tensor:
     if known.ids == list(range(len(table))):
         return table
-    return table[[known.spare if number is None else number for number in known.ids]]
+    rows = table[[known.spare if number is None else number for number in known.ids]]
+    if is_bias:  # the words that only fairseq has get no probability
+        rows[[row for row, number in enumerate(known.ids) if number is None]] = _NEVER
+    return rows
 
 
 def _complete(

@@ -44,8 +44,10 @@ def native_name(kind: str, name: str) -> str:
     # that this architecture has set, so fairseq's base architecture of the model can replace it: a
     # base architecture only fills in missing options.
     extended = registry.get(name, object) if kind == "arch" else object
-    models = (ours for ours, model in MODEL_REGISTRY.items() if issubclass(extended, model))
-    ours = next((ours for ours in models if ours.startswith(PREFIX)), name)
+    # A model that extends another is registered after it.
+    models = reversed(MODEL_REGISTRY.items())
+    known = (each for each, model in models if issubclass(extended, model))
+    ours = next((each for each in known if each.startswith(PREFIX)), name)
     return ours.removeprefix(PREFIX) if ours.removeprefix(PREFIX) in MODEL_REGISTRY else name
 
 
@@ -78,7 +80,7 @@ def uses_ls(cfg: Any) -> bool:
     for kind, section in zip(_REGISTRIES, ("model", "criterion", "optimizer"), strict=True):
         node = getattr(cfg, section, None)
         name = getattr(node, "_name", None) or getattr(node, kind, None)
-        if name and native_name(kind, name) != name:
+        if name and (name.startswith(PREFIX) or native_name(kind, name) != name):
             return True
     return False
 
@@ -96,7 +98,9 @@ def ls_arch(args: Any) -> tuple[str | None, str | None]:
     """
     arch = getattr(args, "_name", None) or getattr(args, "arch", None) or ""
     name, model = PREFIX + arch, ARCH_MODEL_REGISTRY.get(arch)
-    family = families.of_native(model)
+    family = families.of_saved(model)
+    if family is not None and not family.native:
+        name = arch
     if family is None or name not in ARCH_MODEL_REGISTRY:
         return None, None
     unsupported = unsupported_option(args, family.supports)

@@ -60,9 +60,10 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     args.max_positions = args.max_source_positions = first
     args.max_target_positions = last
     weights = trained.model.state_dict()
-    if trained.family is families.LANGUAGE_MODEL:
+    preferred = like.get("model_type")
+    if trained.family is families.LANGUAGE_MODEL and preferred not in counterparts.XGLM.types:
         _use_embeddings_of_gpt2(args, weights)
-    record, kind = counterparts.of_settings(trained.family, args, like.get("model_type"))
+    record, kind = counterparts.of_settings(trained.family, args, preferred)
     words = _words(trained, data)
     for name, side in record.tables.items():
         if name in weights and len(weights[name]) != len(words[side]):
@@ -76,7 +77,7 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
         **{name: value for name, value in like.items() if name != "torch_dtype"},
         **counterparts.config(record, args),
         **{record.sides[side][0]: len(order) for side, order in rows.items()},
-        **({} if like else _FIRST_WORDS),
+        **({} if like else _FIRST_WORDS | record.first_words),
         **labels,
         "model_type": kind,
         "architectures": [
@@ -203,9 +204,11 @@ def _theirs(
         model[theirs] = value.clone() if pointer in seen else value.contiguous()
         seen.add(pointer)
     for theirs in record.sinusoids:
-        rows_and_width = config["max_position_embeddings"] + 2, config["d_model"]
-        model[theirs] = SinusoidalPositionalEmbedding.get_embedding(*rows_and_width, padding_idx=1)
-    if record.logits_bias:
+        first, table = record.table_of_positions
+        model[theirs] = table(config["max_position_embeddings"] + first, config["d_model"])
+    if record.own_bias:
+        model[record.logits_bias] = model[record.logits_bias].unsqueeze(0)
+    elif record.logits_bias:
         model[record.logits_bias] = torch.zeros(1, len(rows["source"]))
     if record.types_table:
         model[record.types_table] = torch.zeros(1, next(iter(model.values())).shape[1])

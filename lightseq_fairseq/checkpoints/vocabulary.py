@@ -76,8 +76,9 @@ def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = N
             "rows: use the tokenizer of this model."
         )
     first: list[int | None] = [None] * len(_FIRST)
-    found = {"</s>": config.get("eos_token_id", 2), "<s>": config.get("bos_token_id", 0)}
-    found |= {"<pad>": config.get("pad_token_id", 1), "<unk>": unknown}
+    # <s> comes last: models without it lack its field.
+    found = {"</s>": config.get("eos_token_id", 2), "<pad>": config.get("pad_token_id", 1)}
+    found |= {"<s>": config.get("bos_token_id", 0), "<unk>": unknown}
     for word, number in found.items():
         number = number[0] if isinstance(number, list) else number
         if isinstance(number, int) and number < rows and number not in first:

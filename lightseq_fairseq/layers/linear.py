@@ -73,13 +73,19 @@ class _Logits(_Linear):
         return super().backward(kept, to, needed, dy)
 
 
-def vocabulary_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def vocabulary_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
+) -> Tensor:
     """x [T, K], weight [V, K], bias [V] or None -> logits [T, V], differentiable.
 
     If V is no multiple of 8, and weight and bias have spare rows (``parameters.with_spare_rows``),
     the logits' row stride is larger than V.
+
+    added: [V], in place of a bias: a constant, which gets no gradient.
     """
-    parameters = (weight,) if bias is None else (weight, bias)
-    if len(weight) % 8 == 0 or any(with_spare_rows(p) is None for p in parameters):
-        return linear(x, weight, bias)
-    return apply(_Logits(Weight([weight], parameters[1:], spared=True)), Input(x))[0].x
+    biases = [] if bias is None else [bias]
+    if len(weight) % 8 == 0 or any(with_spare_rows(p) is None for p in (weight, *biases)):
+        return apply(_Linear(Weight([weight], biases, added=added)), Input(x))[0].x
+    if added is not None:
+        added = nn.functional.pad(added, (0, -len(added) % 8))
+    return apply(_Logits(Weight([weight], biases, spared=True, added=added)), Input(x))[0].x

@@ -32,6 +32,7 @@ class Weight:
         weights: their rows follow each other.
         biases: of the same rows; empty if this product adds none.
         spared: a single weight, and perhaps its bias, are read with their spare rows.
+        added: [N], in place of biases: a constant, which gets no gradient.
 
     Attributes:
         input_cast, gradient_cast: how the ops that produce the product's input and the gradient of
@@ -39,11 +40,13 @@ class Weight:
     """
 
     def __init__(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), spared: bool = False
-    ) -> None:
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), spared: bool = False,
+        added: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.parameters = (*weights, *biases)
         self._weights, self._biases, self._spared = weights, biases, spared
         self._is_trained = any(weight.requires_grad for weight in weights)
+        self._added = added
         self._fp8 = fp8 = passes.current().fp8.operands(weights)
         self.input_cast: Cast | None = None if fp8 is None else fp8.input
         self.gradient_cast: Cast | None = None if fp8 is None else fp8.gradient
@@ -61,7 +64,7 @@ class Weight:
 
     @property
     def bias(self) -> Tensor | None:
-        return read_as_one(self._biases, self._spared) if self._biases else None
+        return read_as_one(self._biases, self._spared) if self._biases else self._added
 
     def multiply(self, x: Input, *, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """x weight^T + bias [T, N], and what backward needs of x [T, K].

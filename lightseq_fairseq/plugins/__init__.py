@@ -36,6 +36,8 @@ from lightseq_fairseq.plugins import criterion, optimizer  # noqa: E402, F401
 from lightseq_fairseq.plugins.flat_model import registered_name  # noqa: E402
 
 for family in FAMILIES:
+    if not family.native:
+        continue  # its module registers the archs
     ours, native = (registered_name(named(place)) for place in (family.ours, family.native))
     for arch in ARCH_MODEL_INV_REGISTRY[native]:
         if f"ls_{arch}" not in ARCH_MODEL_REGISTRY:  # with a dataclass, register_model adds one

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NoReturn
 
 from fairseq.models import MODEL_REGISTRY
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.base import dictionaries, library
@@ -146,6 +147,8 @@ class FlatModel(NotCompiled):
 
     def flatten(self: Any) -> None:
         """Lay out the parameters; call it after some have been frozen."""
+        if isinstance(next(self.parameters()), FakeTensor):
+            return  # built for its shapes alone
         flatten_parameters(self, self.fused_groups(), self.spared())
 
     def register_classification_head(self: Any, *arguments: Any, **options: Any) -> None:

@@ -135,9 +135,12 @@ class _Side(NotCompiled):
             # If dtype or device differ, the weights have moved too, and no captured graph is valid.
             # Then old tables are not needed.
             self._outgrown = (*self._outgrown, table) if fits else ()
-            table = sinusoidal_positions(rows, module.embedding_dim, self.padding_idx)
-            self._table = table = table.to(like)
+            self._table = table = self.sinusoids(rows).to(like)
         return table
+
+    def sinusoids(self: Any, count: int) -> Tensor:
+        """The table of positions, float32 [``count``, C]; position 0 is in row padding_idx + 1."""
+        return sinusoidal_positions(count, self.embed_positions.embedding_dim, self.padding_idx)
 
 
 class LSTransformerEncoder(_Side, TransformerEncoderBase):
