@@ -375,9 +375,16 @@ BART = Family(
     packs_pairs=True,
     exports=True,
 )
+MARIAN = TRANSLATION._replace(
+    name="Marian and Pegasus",
+    native="",
+    ours="lightseq_fairseq.plugins.marian:LSMarianModel",
+    not_ctranslate2="CTranslate2 reads Marian and Pegasus in the format of Hugging Face "
+    "transformers alone, not fairseq's: export this model with --to huggingface.",
+)
 
 # The first task of the first family is the default of --task.
-FAMILIES = (TRANSLATION, MULTILINGUAL, LANGUAGE_MODEL, ROBERTA, BART)
+FAMILIES = (TRANSLATION, MULTILINGUAL, LANGUAGE_MODEL, ROBERTA, BART, MARIAN)
 
 
 def tasks() -> dict[str, Task]:

@@ -14,6 +14,7 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import Family
 from lightseq_fairseq.checkpoints.correspondence import Counterpart, Field, Fixed, activation
+from lightseq_fairseq.plugins.marian import sinusoids
 
 _TIED = Fixed("tie_word_embeddings", True, True)
 _MODEL = "encoder.sentence_encoder."
@@ -255,6 +256,29 @@ FSMT = FSMT._replace(
     },
 )
 
+
+def _marian(types: dict[str, str], *, pre_norm: bool, **more: Any) -> Counterpart:
+    """The record of a kind of models that `plugins.marian` computes; ``more``: as above."""
+    record = _encoder_decoder(
+        types, pre_norm=pre_norm, learned=False, like_bart=True, silu=True, **more
+    )
+    return record._replace(
+        families=(families.MARIAN,),
+        arch="ls_marian",
+        names=(("decoder.logits_bias", "final_logits_bias"), *record.names),
+        tables={**record.tables, "decoder.logits_bias": "source"},
+        logits_bias="final_logits_bias",
+        own_bias="decoder.logits_bias",
+        table_of_positions=(0, sinusoids),
+        first_words={"decoder_start_token_id": 1, "bad_words_ids": [[1]]},
+    )
+
+
+MARIAN = _marian({"marian": "Marian"}, pre_norm=False, classes=("MTModel", "Model"))
+MARIAN = MARIAN._replace(
+    fixed=(*MARIAN.fixed, Fixed("share_encoder_decoder_embeddings", True, True))
+)
+PEGASUS = _marian({"pegasus": "Pegasus"}, pre_norm=True, sinusoids=FSMT.sinusoids)
 XGLM = Counterpart(
     types={"xglm": "XGLM"},
     classes=("ForCausalLM", "Model"),
@@ -286,7 +310,7 @@ XGLM = Counterpart(
     tables=dict.fromkeys(DECODER_TABLES, "source"),
 )
 
-COUNTERPARTS = (ROBERTA, GPT2, M2M100, MBART, BART, FSMT, XGLM)
+COUNTERPARTS = (ROBERTA, GPT2, M2M100, MBART, BART, FSMT, MARIAN, PEGASUS, XGLM)
 
 
 def of_config(config: dict[str, Any]) -> Counterpart:

@@ -5,6 +5,7 @@
     language_model --arch ls_transformer_lm...
     roberta      --arch ls_roberta..., ls_xlm
     bart         --arch ls_bart_base, ls_bart_large, ls_mbart...
+    marian       --arch ls_marian_base, ls_marian_big, ls_pegasus_large
     sizes        --arch ls_transformer_m2m_100..., ls_transformer_nllb...
     criterion    --criterion ls_label_smoothed_cross_entropy, ls_cross_entropy, ls_masked_lm,
                  ls_sentence_prediction
@@ -43,7 +44,7 @@ for family in FAMILIES:
         if f"ls_{arch}" not in ARCH_MODEL_REGISTRY:  # with a dataclass, register_model adds one
             register_model_architecture(ours, f"ls_{arch}")(ARCH_CONFIG_REGISTRY[arch])
 
-from lightseq_fairseq.plugins import sizes  # noqa: E402, F401
+from lightseq_fairseq.plugins import marian, sizes  # noqa: E402, F401
 
 if __name__ != f"{patching.PACKAGE}.plugins":
     # FlatModel.build_model calls these too, but too late for --bf16 and for loading checkpoints.

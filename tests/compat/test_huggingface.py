@@ -101,7 +101,9 @@ def go_home(folder: Path) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["roberta", "camembert", "gpt2", "nllb", "mbart", "bart"])
+@pytest.mark.parametrize(
+    "name", ["roberta", "camembert", "gpt2", "nllb", "mbart", "bart", "pegasus", "xglm"]
+)
 def test_the_tokenizer_goes_home(name: str, tmp_path: Path) -> None:
     made = KINDS[name]
     hugging_face.make(made, tmp_path / "theirs")
@@ -243,7 +245,8 @@ def test_export_refuses(flags: str, sentence: str, tmp_path: Path) -> None:
 
 def changed(case: str, folder: Path) -> Path:
     """A folder of `transformers` with a fault."""
-    kind = KINDS["bart" if case == "bias" else "roberta"]
+    others = {"bias": "bart", "start": "marian", "vocabularies": "marian", "positions": "pegasus"}
+    kind = KINDS[others.get(case, "roberta")]
     model = hugging_face.make(kind, folder)
     config = json.loads((folder / "config.json").read_text())
     fields: dict[str, Any] = {
@@ -252,6 +255,8 @@ def changed(case: str, folder: Path) -> Path:
         "epsilon": {"layer_norm_eps": 1e-12},
         "activation": {"hidden_act": "silu"},
         "width": {"intermediate_size": 40},
+        "start": {"decoder_start_token_id": 0},
+        "vocabularies": {"share_encoder_decoder_embeddings": False},
     }
     (folder / "config.json").write_text(json.dumps(config | fields.get(case, {})))
     if case == "parts":
@@ -260,6 +265,9 @@ def changed(case: str, folder: Path) -> Path:
         next(folder.glob("model-00002-of-*")).unlink()
     elif case == "bias":
         model.final_logits_bias += 1
+        model.save_pretrained(folder)
+    elif case == "positions":
+        model.model.decoder.embed_positions.weight.data += 1
         model.save_pretrained(folder)
     elif case == "words":
         kind.tokenizer(folder, [*kind.words, "more", "words"])

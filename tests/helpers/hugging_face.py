@@ -22,6 +22,7 @@ from fairseq.data.data_utils import collate_tokens
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+UNUSED_PEGASUS = [f"<unk_{n}>" for n in range(2, 103)]
 UNUSED = ("<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED")
 WORDS = [f"w{n}" for n in range(40)]
 LONGEST = 16
@@ -158,6 +159,35 @@ KINDS = {
         _PAIRS,
         counts=False,
     ),
+    # No <s>; </s> comes first, <pad> last.
+    "marian": Kind(
+        "MarianMTModel",
+        {**_PAIR, "activation_function": "swish", "scale_embedding": True, "eos_token_id": 0}
+        | {"forced_eos_token_id": 0}
+        | dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 2 + len(WORDS)),
+        slow({"vocab.json": None, "source.spm": None, "target.spm": None}),
+        ["</s>", "<unk>", *WORDS, "<pad>"],
+        _TRANSLATING.replace("transformer", "marian_base"),
+        _PAIRS,
+        counts=False,
+    ),
+    "pegasus": Kind(
+        "PegasusForConditionalGeneration",
+        {**_PAIR, "activation_function": "relu", "scale_embedding": True},
+        fast("PegasusTokenizer", unigram=True),
+        ["<pad>", "</s>", "<mask_1>", "<mask_2>", *UNUSED_PEGASUS, "<unk>", *WORDS],
+        _TRANSLATING.replace("transformer", "pegasus_large"),
+        _PAIRS,
+        counts=False,
+    ),
+    "xglm": Kind(
+        "XGLMForCausalLM",
+        {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}
+        | {"max_position_embeddings": LONGEST},
+        fast("XGLMTokenizer", unigram=True),
+        [*SPECIAL, *WORDS, *(f"<madeupword{n}>" for n in range(7))],
+        "--arch ls_transformer_lm --task language_modeling --tokens-per-sample 16",
+    ),
     "fsmt": Kind(
         "FSMTForConditionalGeneration",
         {**_PAIR, "langs": ["a", "b"]} | dict.fromkeys(("src_vocab_size", "tgt_vocab_size"), 44),
@@ -177,9 +207,10 @@ def make(kind: Kind, folder: Path) -> Any:
     model = cls(cls.config_class(**sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if kind.model.startswith("FSMT") and "positions" in name:  # a table of sinusoids
-                continue
-            parameter += 0.1 * torch.randn_like(parameter)
+            if "embed_positions" not in name or kind.model.startswith(("Bart", "MBart")):
+                parameter += 0.1 * torch.randn_like(parameter)
+        if kind.model.startswith("Marian"):
+            model.final_logits_bias.normal_()
         if kind.model.startswith("Roberta"):  # as in the files that were made from fairseq's
             model.roberta.embeddings.token_type_embeddings.weight.zero_()
     model.tie_weights()
@@ -272,7 +303,7 @@ def logits(kind: Kind, model: Any, task: Any, batch: Batch, left: bool = False) 
         if task is None:
             more = {"decoder_input_ids": tokens, "decoder_attention_mask": real.long()}
             more = {**more, "use_cache": False} if kind.pairs else {}
-            if kind.model.startswith("GPT2"):  # as `generate` does
+            if kind.model.startswith(("GPT2", "XGLM")):  # as `generate` does
                 more = {"position_ids": (real.long().cumsum(1) - 1).clamp(0)}
             result = model(input_ids=tokens, attention_mask=real.long(), **more).logits
         elif kind.pairs:

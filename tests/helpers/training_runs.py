@@ -83,6 +83,8 @@ _FLAGS: dict[str, Any] = {
 
 # BART in translation; write_corpus writes its data.
 BART = {**LS, "arch": "ls_bart_base", "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+# Marian; its logits have a bias, and its feed-forward layers silu.
+MARIAN = {**BART, "arch": "ls_marian_base"}
 
 # A language model; its data are written by helpers.parity.write_text.
 TEXT: dict[str, Any] = {

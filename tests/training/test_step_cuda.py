@@ -101,12 +101,13 @@ def test_captured_and_eager_are_equal_on_running_text(
     assert len(captured.losses) == 24
 
 
-@pytest.mark.parametrize("kind", ["masked", "classes", "numbers", "bart", "bart-classes"])
+@pytest.mark.parametrize("kind", ["masked", "classes", "numbers", "bart", "bart-classes", "marian"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_captured_and_eager_are_equal_in_roberta_and_bart(
+def test_captured_and_eager_are_equal_in_other_families(
     precision: str, kind: str, tmp_path: Path, found: Callable[..., Found]
 ) -> None:
     others = {"masked": runs.MASKED, "bart": runs.BART, "bart-classes": runs.BART_CLASSES}
+    others["marian"] = runs.MARIAN
     flags = {**others.get(kind, runs.CLASSES), **PRECISIONS[precision]}
     flags |= {"cpu": None, "max_update": 24, "encoder_embed_dim": 64}
     if kind == "masked":
