@@ -14,8 +14,10 @@ from lightseq_fairseq.cli.benchmark.generate import rows as generation_rows
 from lightseq_fairseq.cli.benchmark.generate import test_set
 from lightseq_fairseq.cli.benchmark.runs import Bench, Unable
 from lightseq_fairseq.cli.benchmark.train import cases as training
+from lightseq_fairseq.cli.benchmark.train import commands
 from lightseq_fairseq.cli.benchmark.train import corpus as corpora
 from lightseq_fairseq.cli.benchmark.train import rows as training_rows
+from lightseq_fairseq.cli.benchmark.train.shapes import SHAPES
 from lightseq_fairseq.cli.start.commands import group
 
 
@@ -27,14 +29,15 @@ def main() -> None:
 def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     """Decorator: the options that both benchmarks share; ``name`` is that of the benchmark."""
     by_corpus = f"{corpora.VOCABULARY} for translation, {corpora.TEXT_VOCABULARY} for text, "
-    by_corpus += f"{corpora.MASKED_VOCABULARY} for RoBERTa, whose task adds <mask>"
+    by_corpus += f"{corpora.MASKED_VOCABULARY} for RoBERTa and BART, without <mask>, "
+    by_corpus += f"{SHAPES['nllb_600m'].vocabulary} for NLLB"
     options = (
         click.option(
             "--rounds", type=click.IntRange(1), default=rounds, show_default=True,
             help="Number of runs of each system; the systems take turns.",
         ),
         click.option(
-            "--vocabulary", type=click.IntRange(100, 65_000),
+            "--vocabulary", type=click.IntRange(100, 300_000),
             help="Size of the dictionary, including fairseq's special words.",
             show_default=by_corpus,
         ),
@@ -69,9 +72,14 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     "(transformer_lm_gpt2_small: 24 layers), and lm_tiny for a CPU. Pre-training of RoBERTa: the "
     "same with roberta_base, roberta_large, and roberta_tiny for a CPU, as in "
     "roberta_base/512x64/bf16; or <model>/bertmix<tokens>/<precision>, with samples of 20 to 512 "
-    f"tokens and batches of up to <tokens> tokens (bertmix alone: {training.MIX_TOKENS}). "
+    "tokens and batches of up to <tokens> tokens (bertmix alone: 16384). "
     "Fine-tuning: <model>/sentences<batch>/<precision>, with batches of <batch> sentences of 10 to "
-    "128 tokens in random order. "
+    "128 tokens in random order. BART: <model>/summaries<tokens>/<precision>, texts of 100 to 1024 "
+    "tokens and their summaries in batches of up to <tokens> tokens (summaries alone: 16384), or "
+    "<model>/denoising<block>x<batch>/<precision>, noised blocks of text (without x<batch>: 32), "
+    "with bart_large and bart_tiny. NLLB: <model>/verses<batch>/<precision>, batches of <batch> "
+    "pairs (verses alone: 64), or <model>/<max-tokens>/<precision>, with nllb_600m, nllb_1.3b, "
+    "nllb_3.3b and nllb_tiny. "
     "Precisions: bf16, fp16, and for ours fp8 (--bf16 --fp8). Add /x<n> for n GPUs, each with its "
     "own batch. You can repeat the flag.",
 )  # fmt: skip
@@ -80,7 +88,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     metavar="SYSTEM,...",
     help="Some of: ours, ours_packed (with --pack-tokens), fairseq_no_cudnn (cuDNN attention off), "
     "fairseq_no_cudnn_apex, fairseq, torch_compile, torch_compile_padded (bertmix with samples "
-    "padded to 512), transformers (RoBERTa of Hugging Face, compiled; bertmix padded to 512).  "
+    "padded to 512), transformers (models of Hugging Face, compiled; bertmix padded to 512), "
+    "transformers_graphs (with CUDA graphs, too).  "
     "[default: all that this machine can run]",
 )
 @click.option(
@@ -91,7 +100,7 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     "--warm-up", type=click.IntRange(0),
     help="Updates before the measured ones.  [default: for translation 4000 for ours, 500 for "
     "torch_compile, 150 for others; for language models and RoBERTa 150, but 1000 for ours with "
-    "bertmix and sentences]",
+    "bertmix, sentences, summaries and verses]",
 )  # fmt: skip
 @click.option(
     "--corpus", type=click.Path(path_type=Path), default=Path("build/bench-corpus"),
@@ -111,6 +120,11 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     help="Folder of the texts for RoBERTa, created if it does not exist.", show_default=True,
 )  # fmt: skip
 @click.option(
+    "--seq2seq", type=click.Path(path_type=Path), default=Path("build/bench-seq2seq"),
+    help="Folder of the corpora for BART and NLLB, created if it does not exist.",
+    show_default=True,
+)  # fmt: skip
+@click.option(
     "--tokens", type=click.IntRange(1), default=corpora.TOKENS, show_default=True,
     help="Number of tokens in each of these texts.",
 )  # fmt: skip
@@ -121,8 +135,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 @_shared("train", rounds=3)
 def train(
     cases: Sequence[str], systems: str | None, output: Path | None, corpus: Path, pairs: int,
-    text: Path, masked: Path, tokens: int, vocabulary: int | None, logs: Path, rounds: int,
-    updates: int, warm_up: int | None, workers: int,
+    text: Path, masked: Path, seq2seq: Path, tokens: int, vocabulary: int | None, logs: Path,
+    rounds: int, updates: int, warm_up: int | None, workers: int,
 ) -> None:  # fmt: skip
     """Train on a generated corpus with several systems, and compare them.
 
@@ -136,37 +150,46 @@ def train(
     """
     able, gpu, about = runs.plan(training, cases, systems, "tiny/256/bf16", output)
 
-    def ensured(kind: training.Data) -> corpora.Corpus:
+    def ensured(case: training.Case) -> corpora.Corpus:
+        kind, words = case.data, vocabulary or case.shape.vocabulary
         if kind is training.Data.PAIRS:
-            return corpora.ensure(corpus, pairs, vocabulary or corpora.VOCABULARY)
+            return corpora.ensure(corpus, pairs, words)
+        if kind is training.Data.SUMMARIES:  # each is as long as about ten pairs
+            folder, fewer = seq2seq / "summaries", max(pairs // 8, 1)
+            return corpora.ensure(folder, fewer, words, corpora.SUMMARIES, "seq2seq")
+        if kind is training.Data.VERSES:
+            return corpora.ensure(seq2seq / "verses", pairs, words, corpora.VERSES, "seq2seq")
         if kind is training.Data.TEXT:
-            return corpora.ensure_text(text, tokens, vocabulary or corpora.TEXT_VOCABULARY)
+            return corpora.ensure_text(text, tokens, words)
+        if kind is training.Data.NOISED:
+            return corpora.ensure_text(
+                seq2seq / "text", tokens, words, corpora.PARAGRAPHS, "seq2seq"
+            )
         name, lines = {
             training.Data.MASKED: ("text", corpora.PARAGRAPHS),
             training.Data.MIX: (training.MIX, corpora.MIX),
-            training.Data.CLASSES: (training.CLASSES, corpora.SENTENCES),
+            training.Data.CLASSES: ("sentences", corpora.SENTENCES),
         }[kind]
         return corpora.ensure_text(
-            masked / name, tokens, vocabulary or corpora.MASKED_VOCABULARY, lines, "masked",
+            masked / name, tokens, words, lines, "masked",
             has_classes=kind is training.Data.CLASSES,
         )  # fmt: skip
 
-    kinds = dict.fromkeys(case.data for case, its_systems in able.items() if its_systems)
-    data = {kind: ensured(kind) for kind in kinds}
+    data = {case: ensured(case) for case, its_systems in able.items() if its_systems}
 
     def measure(case: training.Case, system: str, stem: Path) -> training_rows.Run:
         before = training.warm_up(system, case) if warm_up is None else warm_up
         before, measured = map(training.in_intervals, (before, updates))
-        folder = data[case.data].folder.resolve()
-        words = training.command(
+        folder = data[case].folder.resolve()
+        words = commands.command(
             case, system, folder, stem.with_suffix(".json"), before + measured, gpu, workers
         )
-        log, report = runs.process(words, training.environment(system), stem)
+        log, report = runs.process(words, commands.environment(system), stem)
         steady = training_rows.intervals(log, before, before + measured)
         return training_rows.Run(before, steady, report)
 
     def row(case: training.Case, system: str, runs: list[training_rows.Run]) -> runs.Row:
-        return training_rows.row(case, system, data[case.data], runs, about)
+        return training_rows.row(case, system, data[case], runs, about)
 
     runs.take_turns(Bench(measure, row, training_rows.table), able, rounds, logs, output)
 
@@ -223,7 +246,7 @@ def generate(
     files = {}
     for model in dict.fromkeys(case.model for case in able):
         shape = generation.SHAPES[model]
-        files[model] = test_set.ensure(data / model, shape, vocabulary or _usual_vocabulary(shape))
+        files[model] = test_set.ensure(data / model, shape, vocabulary or shape.vocabulary)
 
     def measure(case: generation.Case, system: str, stem: Path) -> runs.Row:
         count = sentences or _usual_count(case)
@@ -241,13 +264,6 @@ def generate(
         return generation_rows.row(case, system, runs, {**about, **by_tokens})
 
     runs.take_turns(Bench(measure, row, generation_rows.table), able, rounds, logs, output)
-
-
-def _usual_vocabulary(shape: generation.Shape) -> int:
-    """Default number of words in a model's dictionary."""
-    if shape.is_masked:
-        return corpora.MASKED_VOCABULARY
-    return corpora.TEXT_VOCABULARY if shape.is_language_model else corpora.VOCABULARY
 
 
 def _usual_count(case: generation.Case) -> int:

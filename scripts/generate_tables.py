@@ -24,6 +24,10 @@ MODELS = {
     "gpt2_small": "language model of 24 layers",
     "roberta_base": "RoBERTa base",
     "roberta_large": "RoBERTa large",
+    "bart_large": "BART large",
+    "nllb_600m": "NLLB 600M",
+    "nllb_1.3b": "NLLB 1.3B",
+    "nllb_3.3b": "NLLB 3.3B",
 }
 SYSTEMS = {
     "ours": ("`lightseq-generate`", OURS),

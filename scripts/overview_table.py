@@ -66,7 +66,7 @@ SHOWN = {
         ("gpt2_124m/b32/128+256/bf16", "tokens_per_s", "tokens/s"),
 }  # fmt: skip
 OVERVIEW_PLOT = "scripts/results/overview-h200.svg"
-COMPILED = "torch_compile", "transformers", "ctranslate2"
+COMPILED = "torch_compile", "transformers", "transformers_graphs", "ctranslate2"
 
 
 def overview_plot(train: Rows, generate: Rows, text: Rows) -> Bars | None:

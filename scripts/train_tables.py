@@ -32,7 +32,8 @@ TRAIN_SYSTEMS = {
     "ours_packed": ("`lightseq-train --pack-tokens`", OURS_TOO),
     "torch_compile": ("packed PyTorch, torch.compile, CUDA graphs", OTHERS),
     "torch_compile_padded": ("padded PyTorch, torch.compile, CUDA graphs", OTHERS_PALE),
-    "transformers": ("transformers, torch.compile, CUDA graphs", OTHERS_TOO),
+    "transformers_graphs": ("transformers, torch.compile, CUDA graphs", OTHERS_TOO),
+    "transformers": ("transformers, torch.compile", OTHERS_PALE),
     "fairseq_no_cudnn_apex": ("fairseq + apex, cuDNN attention off", FAIRSEQ_TOO),
     "fairseq_no_cudnn": ("fairseq, cuDNN attention off", FAIRSEQ),
     "fairseq": ("fairseq as it comes", FAIRSEQ_PALE),
@@ -49,6 +50,11 @@ LANGUAGE_MODELS = {
     "gpt2_small": "`ls_transformer_lm_gpt2_small`",
     "roberta_base": "`ls_roberta_base`",
     "roberta_large": "`ls_roberta_large`",
+    "bart_large": "`ls_bart_large`",
+    **{
+        f"nllb_{x}": f"`ls_transformer_nllb_{x.replace('.', '_')}`"
+        for x in ("600m", "1.3b", "3.3b")
+    },
 }
 
 
@@ -164,6 +170,12 @@ def words_of_cases(rows: Rows) -> str:
     blocks += f", for bertmix {MIX_TOKENS} if it has no number" * mix
     if any(size.startswith("sentences") for size in sizes):
         blocks += ", for fine-tuning the sentences of a batch"
+    if any(size.startswith("summaries") for size in sizes):
+        blocks += f", for summaries {MIX_TOKENS} if it has no number"
+    if any(size.startswith("denoising") for size in sizes):
+        blocks += ", for denoising the tokens of a block (x its blocks: 32 without a number)"
+    if any(size.startswith("verses") for size in sizes):
+        blocks += ", for verses the pairs of a batch (64 without a number)"
     return f"case: model, max-tokens of a GPU{blocks}, precision"
 
 
@@ -248,6 +260,8 @@ def family(case: str) -> str:
     model = case.partition("/")[0]
     if model.startswith("roberta"):
         return "RoBERTa"
+    if model.startswith(("bart", "nllb")):
+        return "BART and NLLB"
     return "Language models" if model in LANGUAGE_MODELS else "Translation models"
 
 
@@ -258,6 +272,13 @@ def in_words(case: str) -> str:
         tokens = f"{size.removeprefix('sentences')} sentences"
     elif size.startswith("bertmix"):
         tokens = f"{size.removeprefix('bertmix') or MIX_TOKENS} tokens in BERT's mix of lengths"
+    elif size.startswith("summaries"):
+        tokens = f"{size.removeprefix('summaries') or MIX_TOKENS} tokens of texts to summarise"
+    elif size.startswith("denoising"):
+        block, _, blocks = size.removeprefix("denoising").partition("x")
+        tokens = f"{blocks or 32} x {block} noised tokens"
+    elif size.startswith("verses"):
+        tokens = f"{size.removeprefix('verses') or 64} verses"
     else:
         block, _, blocks = size.partition("x")
         tokens = f"{blocks} x {block} tokens" if blocks else f"{size} tokens"

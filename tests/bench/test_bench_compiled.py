@@ -13,7 +13,7 @@ from torch.nn.attention import sdpa_kernel
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli.benchmark.train import compiled, corpus
 from lightseq_fairseq.cli.benchmark.train.batches import Batch, Blocks
-from lightseq_fairseq.cli.benchmark.train.cases import SHAPES, Case
+from lightseq_fairseq.cli.benchmark.train.cases import Case
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     PAD,
     Model,
@@ -21,6 +21,7 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     build,
     fastest_backend,
 )
+from lightseq_fairseq.cli.benchmark.train.shapes import SHAPES
 
 fairseq_compat.prepare()
 

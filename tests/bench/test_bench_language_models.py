@@ -17,16 +17,13 @@ from lightseq_fairseq.cli.benchmark.generate import cases as generation
 from lightseq_fairseq.cli.benchmark.train import compiled, corpus, rows
 from lightseq_fairseq.cli.benchmark.train.batches import Blocks
 from lightseq_fairseq.cli.benchmark.train.cases import (
-    DROPOUT,
-    LANGUAGE,
-    SHAPES,
-    TRANSLATION,
     Case,
     warm_up,
     why_not,
 )
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, BYTES, floor, parameters
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import build
+from lightseq_fairseq.cli.benchmark.train.shapes import DROPOUT, LANGUAGE, SHAPES, TRANSLATION
 
 from fairseq import utils  # isort: skip
 from fairseq.data import Dictionary  # isort: skip

@@ -16,8 +16,6 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.train import compiled, corpus, masked_batches, rows
 from lightseq_fairseq.cli.benchmark.train.batches import Blocks
 from lightseq_fairseq.cli.benchmark.train.cases import (
-    MASKED,
-    SHAPES,
     SYSTEMS,
     Case,
     Data,
@@ -26,6 +24,7 @@ from lightseq_fairseq.cli.benchmark.train.cases import (
 )
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, floor, parameters
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD, build
+from lightseq_fairseq.cli.benchmark.train.shapes import MASKED, SHAPES
 
 from fairseq import utils  # isort: skip
 from fairseq.models.roberta import model as roberta_model  # isort: skip
@@ -96,7 +95,7 @@ def test_cases() -> None:
     for system, name, reason in (
         ("torch_compile_padded", BLOCKS, "only bertmix has samples to pad"),
         ("torch_compile", "roberta_tiny/64x4/fp16", "in bf16 only"),
-        ("transformers", "lm_tiny/64x4/bf16", "transformers runs only RoBERTa here"),
+        ("transformers", "lm_tiny/64x4/bf16", "transformers has no model of these sizes here"),
         ("torch_compile", TUNED, "only pre-train RoBERTa"),
         ("ours_packed", MIX, "counts the tokens of sentence pairs"),
         ("ours_packed", BLOCKS, "blocks of equal length have no pads"),
@@ -118,7 +117,7 @@ def test_shapes_are_fairseqs(model: str, texts: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(roberta_model, "init_bert_params", lambda module: None)
     shape, case = SHAPES[model], Case.parse(f"{model}/64x4/bf16")
     cfg, task = fairseqs(case, folder_of(case, texts))
-    words = shape.words(WORDS)
+    words = case.words(WORDS)
     assert len(task.source_dictionary) == words == WORDS + 1
     with torch.device("meta"):
         network = task.build_model(cfg.model)
@@ -386,5 +385,5 @@ def test_without_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert why_not("transformers", Case.parse(BLOCKS)) == "transformers is not installed."
     assert {name for name, how in SYSTEMS.items() if how.compiled} == {
-        "torch_compile", "torch_compile_padded", "transformers"
+        "torch_compile", "torch_compile_padded", "transformers", "transformers_graphs"
     }  # fmt: skip

@@ -22,7 +22,7 @@ from helpers.cli_runs import SMALL, run, succeed
 # isort: split
 import fairseq_cli.train
 
-from lightseq_fairseq.cli.benchmark.train.cases import FOR_TORCH
+from lightseq_fairseq.cli.benchmark.train.commands import FOR_TORCH
 from lightseq_fairseq.cli.start import logs
 from lightseq_fairseq.cli.start.old_lightseq import conflict
 from lightseq_fairseq.cli.start.ranks import forked

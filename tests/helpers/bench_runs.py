@@ -16,7 +16,8 @@ from helpers import forked_commands, parity  # prepares fairseq
 from torch import Tensor
 
 from lightseq_fairseq.cli import bench
-from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case, command
+from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case
+from lightseq_fairseq.cli.benchmark.train.commands import command
 from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.argv import without_prefixes
 

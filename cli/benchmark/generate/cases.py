@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch  # noqa: F401  (loads cuBLAS, see `_cublas`)
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.benchmark.train.cases import (
-    FOR_TORCH,
+from lightseq_fairseq.cli.benchmark.train.commands import FOR_TORCH
+from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST
+from lightseq_fairseq.cli.benchmark.train.shapes import (
     LANGUAGE,
     MASKED,
     SHAPES,
     TRANSLATION,
     Shape,
 )
-from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST
 
 # Our name -> the name in fairseq, torch and CTranslate2.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -85,7 +85,7 @@ def _prompts(given: argparse.Namespace) -> Samples:
 def _encoding(given: argparse.Namespace) -> Run:
     """RoBERTa for `stopwatch.measure`."""
     shape = given.case.shape
-    sizes = config(shape, shape.words(given.data.vocabulary))
+    sizes = config(shape, given.data.vocabulary + 1)
     model = _placed(transformers.RobertaModel(sizes, add_pooling_layer=False), given)
     # Lengths differ from batch to batch: one compilation, and a CUDA graph for each shape.
     compiled = model if given.cpu else torch.compile(model, mode="reduce-overhead", dynamic=True)

@@ -23,8 +23,9 @@ from lightseq_fairseq.base import files
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.generate.cases import positions
 from lightseq_fairseq.cli.benchmark.train import corpus
-from lightseq_fairseq.cli.benchmark.train.cases import Shape, roberta_flags
+from lightseq_fairseq.cli.benchmark.train.commands import roberta_flags
 from lightseq_fairseq.cli.benchmark.train.corpus import EOS, SOURCE, TARGET
+from lightseq_fairseq.cli.benchmark.train.shapes import Shape
 
 SENTENCES, SEED = 3003, 2014
 SPLIT = "test"

@@ -1,6 +1,6 @@
-"""The batches of the baseline in plain PyTorch, and of Hugging Face's model.
+"""The batches of the baseline in plain PyTorch, and of Hugging Face's models.
 
-Shapes: T = packed rows, B = sentences, L = longest sentence, M = masked rows.
+Shapes: T = packed rows, B = sentences, L = longest sentence, M = masked rows, S = longest source.
 """
 
 from __future__ import annotations
@@ -47,4 +47,12 @@ class MaskedRows(NamedTuple):
     target: Tensor
 
 
-Batch = Pairs | Blocks | MaskedRows
+class PaddedPairs(NamedTuple):
+    """Pairs, padded on the right: int64 source [B, S], decoder's input and target [B, L]."""
+
+    source: Tensor
+    previous: Tensor
+    target: Tensor
+
+
+Batch = PaddedPairs | Pairs | Blocks | MaskedRows

@@ -9,7 +9,9 @@ master weights of bf16 weights. It trains on fairseq's batches, made by the same
 processes, and logs in fairseq's format. The benchmark starts it like the other systems.
 
 Masked text is drawn in advance, in batches of one size, see `masked_batches`. The system
-``transformers`` trains Hugging Face's RoBERTa in the same loop.
+``transformers_graphs`` trains Hugging Face's models in the same loop, and ``transformers`` without
+CUDA graphs. BART and NLLB train on the batches of `padded_pairs`, whose sizes are symbols of the
+compiled code: it is compiled once.
 
 Blocks of running text are equally long: nothing is packed, and there is one graph. Sentence pairs
 are packed, and their batch is rounded up to one of a few static sizes, since each size is compiled
@@ -34,9 +36,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightseq_fairseq import fairseq_compat
-from lightseq_fairseq.cli.benchmark.train import corpus, masked_batches
-from lightseq_fairseq.cli.benchmark.train.batches import Batch, Blocks, Pairs
-from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, SYSTEMS, WARM_UP, Case
+from lightseq_fairseq.cli.benchmark.train import corpus, masked_batches, padded_pairs
+from lightseq_fairseq.cli.benchmark.train.batches import Batch, Blocks, PaddedPairs, Pairs
+from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, SYSTEMS, Case
 from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
 from lightseq_fairseq.cli.benchmark.train.measured_trainer import StepMeter, meter_parser
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
@@ -45,6 +47,7 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     build,
     fastest_backend,
 )
+from lightseq_fairseq.cli.benchmark.train.shapes import WARM_UP
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 
 SIZES = 8  # row counts are multiples of max-tokens / SIZES; each is compiled separately
@@ -86,14 +89,21 @@ def _filled(side: Tensor, size: int) -> Tensor:
 
 
 class Gradients:
-    """Loss and gradients of batches: compiled, and on a GPU with one CUDA graph per size."""
+    """Loss and gradients of batches: compiled, and on a GPU with one CUDA graph per size.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        sizes_are_symbols: the code is compiled once, not for each size.
+        replays: without it, no CUDA graphs are made.
+    """
+
+    def __init__(
+        self, model: nn.Module, sizes_are_symbols: bool = False, replays: bool = True
+    ) -> None:
         self.parameters = list(model.parameters())
-        self.gpu = self.parameters[0].is_cuda
+        self.gpu, self.replays = self.parameters[0].is_cuda, replays
         # Without a GPU speed does not matter, and a C++ compiler may be missing.
         backend = "inductor" if self.gpu else "eager"
-        self._model = torch.compile(model, backend=backend, dynamic=False)
+        self._model = torch.compile(model, backend=backend, dynamic=sizes_are_symbols)
         self._graphs: dict[tuple[torch.Size, ...], tuple[Any, Batch, list[Tensor]]] = {}
         self._pool: Any = None
 
@@ -102,8 +112,9 @@ class Gradients:
 
         The next batch overwrites them.
         """
-        if not self.gpu:
-            return self._compute(batch)
+        if not (self.gpu and self.replays):
+            device = self.parameters[0].device
+            return self._compute(type(batch)(*(x.to(device, non_blocking=True) for x in batch)))
         key = tuple(x.shape for x in batch)
         if key not in self._graphs:
             self._graphs[key] = self._capture(type(batch)(*(x.cuda() for x in batch)))
@@ -219,38 +230,52 @@ def train(
     torch.manual_seed(1)
     torch._dynamo.config.recompile_limit = 2 * SIZES
     gpu = torch.cuda.is_available()
-    vocabulary = case.shape.words(corpus.opened(data).vocabulary)
-    model: nn.Module
-    if system == "transformers":
-        from lightseq_fairseq.cli.benchmark.train.hugging_face import Roberta
-
-        model = Roberta(case, vocabulary)
-    else:
-        model = build(case.shape, vocabulary, case.block, system == "torch_compile_padded")
+    model = _model(case, system, case.words(corpus.opened(data).vocabulary))
     model = model.to("cuda" if gpu else "cpu", torch.bfloat16)
-    gradients, update = Gradients(model), Update(list(model.parameters()))
+    pads_pairs = case.has_pairs and SYSTEMS[system].package == "transformers"
+    gradients = Gradients(model, sizes_are_symbols=pads_pairs, replays=system != "transformers")
+    update = Update(list(model.parameters()))
     feed: Iterator[Batch]
-    if case.shape.is_masked:
-        count = min(updates + meter.heat + meter.marks, DRAWN)
-        feed = itertools.cycle(masked_batches.drawn(data, case, system, count, workers))
+    count = updates + meter.heat + meter.marks
+    if pads_pairs:
+        feed = itertools.cycle(padded_pairs.drawn(data, case, count, workers))
+    elif case.shape.is_masked:
+        found = masked_batches.drawn(data, case, system, min(count, DRAWN), workers)
+        feed = itertools.cycle(found)
     else:
         feed = batches(data, case, workers)
-    attention: AbstractContextManager[None] = nullcontext()
-    if gpu and (case.block or (case.shape.is_masked and system != "torch_compile")):
-        backend = fastest_backend(case, mask_of(case, system))
-        print(f"fastest backend of attention: {backend.name}", flush=True)
-        # While torch.compile traces, cuDNN accepts no mask; then the second backend is used.
-        attention = sdpa_kernel([backend, SDPBackend.EFFICIENT_ATTENTION], set_priority=True)
-    with attention:
+    with _attention(case, system) if gpu else nullcontext():
         _train(gradients, update, feed, updates, meter)
+
+
+def _model(case: Case, system: str, vocabulary: int) -> nn.Module:
+    if SYSTEMS[system].package == "transformers":
+        from lightseq_fairseq.cli.benchmark.train.hugging_face import Roberta, SequenceToSequence
+
+        return (SequenceToSequence if case.has_pairs else Roberta)(case, vocabulary)
+    return build(case.shape, vocabulary, case.block, system == "torch_compile_padded")
+
+
+def _attention(case: Case, system: str) -> AbstractContextManager[None]:
+    """The kernels of attention for a case on a GPU."""
+    in_pairs = case.has_pairs and SYSTEMS[system].package == "transformers"
+    if not (in_pairs or case.block or (case.shape.is_masked and system != "torch_compile")):
+        return nullcontext()
+    backend = fastest_backend(case, mask_of(case, system))
+    print(f"fastest backend of attention: {backend.name}", flush=True)
+    # While torch.compile traces, cuDNN accepts no mask; then the last backend is used. The decoder
+    # of pairs has no mask, unlike the encoder, and FlashAttention accepts none.
+    first = [SDPBackend.FLASH_ATTENTION] * in_pairs
+    chosen = dict.fromkeys([*first, backend, SDPBackend.EFFICIENT_ATTENTION])
+    return sdpa_kernel(list(chosen), set_priority=True)
 
 
 def mask_of(case: Case, system: str) -> Tensor | None:
     """A mask as attention gets it on a GPU if half of the tokens are pads; None if it gets none."""
-    if case.block:
+    if case.block and not case.has_pairs:
         return None
     mask = torch.arange(case.longest, device="cuda") < case.longest / 2
-    queries = case.longest if system == "transformers" else 1
+    queries = case.longest if SYSTEMS[system].package == "transformers" else 1
     return mask.expand(case.blocks, 1, queries, -1).contiguous()
 
 
@@ -261,7 +286,9 @@ def _train(
     began, interval_tokens = time.perf_counter(), 0
     for number in range(1, updates + meter.heat + meter.marks + 1):
         batch = next(feed)
-        counted = batch.target if isinstance(batch, Pairs) else batch.tokens  # as in fairseq
+        counted = (  # as in fairseq
+            batch.target if isinstance(batch, Pairs | PaddedPairs) else batch.tokens
+        )
         tokens = int(counted.ne(PAD).sum())
         meter.before_step(number - 1, tokens)
         loss, *grads = gradients(batch)

@@ -7,7 +7,7 @@ the bytes are the same: a cast writes 8 bits twice. N = bytes of all rows of one
     attention       4 N forward, 8 N backward; half for the rows of queries, half for keys. In
                     blocks of L tokens at least its GEMMs: 2 L C operations per token forward,
                     4 L C backward, since the causal mask skips half of the products; twice
-                    as many in RoBERTa, whose attention is not causal
+                    as many in encoders and in cross attention, which are not causal
     sublayer close  4 N forward, 5 N backward (dropout, residual, LayerNorm in one pass)
     feed-forward    one bit per element for the dropout mask, written and read; biases, activations
                     and their gradients are in the GEMMs
@@ -27,8 +27,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightseq_fairseq.cli.benchmark.train.cases import UNUSED_POSITIONS, Shape
 from lightseq_fairseq.cli.benchmark.train.corpus import MASKED_SHARE
+from lightseq_fairseq.cli.benchmark.train.shapes import UNUSED_POSITIONS, Shape
 
 BYTES = 4.3e9  # per millisecond
 
@@ -65,17 +65,19 @@ def parameters(shape: Shape, vocabulary: int) -> int:
     encoder_layer = attention + feed_forward + 2 * 2 * c
     decoder_layer = (1 + cross) * attention + feed_forward + (2 + cross) * 2 * c
     last_norms = (1 + cross) * 2 * c if shape.normalize_before else 0
-    # RoBERTa: the LayerNorm of the embedding; a linear layer, a LayerNorm and the logit biases.
-    head = 2 * c + c * c + c + 2 * c + vocabulary if shape.is_masked else 0
+    # RoBERTa: a linear layer, a LayerNorm and the logit biases.
+    head = c * c + c + 2 * c + vocabulary if shape.is_masked else 0
+    sides = 2 if shape.encoder_layers and shape.decoder_layers else 1
+    head += 2 * c * sides * shape.norms_embedding
     layers = shape.encoder_layers * encoder_layer + shape.decoder_layers * decoder_layer
     embeddings = vocabulary if shape.tied else 2 * vocabulary
-    positions = shape.positions + UNUSED_POSITIONS if shape.positions else 0
+    positions = sides * (shape.positions + UNUSED_POSITIONS) if shape.positions else 0
     return (embeddings + positions) * c + layers + last_norms + head
 
 
 def floor(
-    shape: Shape, vocabulary: int, source: float, target: float, block: int = 0,
-    classifies: bool = False, in_fp8: bool = False, rates: Rates = BURST,
+    shape: Shape, vocabulary: int, source: float, target: float, block: float = 0,
+    text: float = 0, classifies: bool = False, in_fp8: bool = False, rates: Rates = BURST,
 ) -> Floor:  # fmt: skip
     """Lower bound for a step with these numbers of real tokens (or their means over many steps).
 
@@ -83,6 +85,7 @@ def floor(
 
     Args:
         block: tokens of a block of text; 0: sentences, which are short.
+        text: tokens of a source, as its tokens see it on average; 0: sources are short.
         classifies: RoBERTa is fine-tuned for classes of sentences, without logits of words.
         in_fp8: the GEMMs of the layers are in fp8.
         rates: BURST or SUSTAINED.
@@ -100,7 +103,10 @@ def floor(
     n_source, n_target = 2 * c * source, 2 * c * target
     of_decoder = (1 + 0.5 * cross) * n_target + 0.5 * cross * n_source
     attention = 12 * (encoder * n_source + decoder * of_decoder)
-    products = 6 * block * c * (decoder * target + 2 * encoder * source)
+    if shape.is_masked:
+        text = block
+    products = 6 * c * (block * decoder * target + 2 * text * encoder * source)
+    products += 12 * text * c * decoder * target * cross
     close = 9 * (encoder * 2 * n_source + decoder * (2 + cross) * n_target)
     mask = 2 * f / 8 * (encoder * source + decoder * target)
     embedding = 6 * (n_source + n_target)

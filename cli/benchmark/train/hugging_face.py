@@ -1,19 +1,38 @@
-"""RoBERTa of Hugging Face transformers, for the loop of `compiled`."""
+"""Models of Hugging Face transformers, for the loop of `compiled`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from lightseq_fairseq.cli.benchmark.train.batches import Blocks
-from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, UNUSED_POSITIONS, Case, Shape
-from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD
+from lightseq_fairseq.cli.benchmark.train.batches import Blocks, PaddedPairs
+from lightseq_fairseq.cli.benchmark.train.cases import Case
+from lightseq_fairseq.cli.benchmark.train.corpus import EOS
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD, SMOOTHING
+from lightseq_fairseq.cli.benchmark.train.shapes import DROPOUT, UNUSED_POSITIONS, Shape
 
 # transformers makes masks only for its own names. Under "sdpa", a compiled model makes one even if
 # there are no pads, and then FlashAttention and cuDNN refuse.
 WITHOUT_MASK = "sdpa_without_mask"
 transformers.AttentionInterface.register(WITHOUT_MASK, sdpa_attention_forward)
+
+
+def _without_causal_mask(module: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """sdpa's attention; a causal layer gets no mask, because pads come after all other tokens."""
+    if module.is_causal:
+        options["attention_mask"], inputs = None, inputs[:3]
+    return sdpa_attention_forward(module, *inputs, **options)
+
+
+# FlashAttention accepts the decoder's attention if it has no mask.
+WITHOUT_CAUSAL_MASK = "sdpa_without_causal_mask"
+transformers.AttentionInterface.register(WITHOUT_CAUSAL_MASK, _without_causal_mask)
+transformers.AttentionMaskInterface.register(WITHOUT_CAUSAL_MASK, sdpa_mask)
 
 
 def config(shape: Shape, vocabulary: int, attention: str = "sdpa") -> transformers.RobertaConfig:
@@ -50,3 +69,47 @@ class Roberta(nn.Module):
             labels=target.masked_fill(~is_label, -100),
         ).loss
         return loss * is_label.sum()  # `loss` is the mean
+
+
+def pair_config(shape: Shape, vocabulary: int, attention: str) -> transformers.PreTrainedConfig:
+    """The sizes of a model with a source and a target; ``attention``: see `config`."""
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (
+            ("ffn_dim", shape.ffn), ("attention_heads", shape.heads), ("layerdrop", 0.0),
+        )
+    }  # fmt: skip
+    positions = {"max_position_embeddings": shape.positions} if shape.positions else {}
+    made: transformers.PreTrainedConfig = getattr(transformers, f"{shape.hugging_face}Config")(
+        vocab_size=vocabulary, d_model=shape.width, encoder_layers=shape.encoder_layers,
+        decoder_layers=shape.decoder_layers, dropout=DROPOUT, activation_function=shape.activation,
+        attention_dropout=shape.attention_dropout, activation_dropout=shape.activation_dropout,
+        scale_embedding=not shape.norms_embedding, use_cache=False, pad_token_id=PAD,
+        eos_token_id=EOS, decoder_start_token_id=EOS, attn_implementation=attention, **sides,
+        **positions,
+    )  # fmt: skip
+    return made
+
+
+class SequenceToSequence(nn.Module):
+    """The model of a case with a source and a target; computes the loss of a batch.
+
+    As its users do, it computes the logits of all tokens.
+    """
+
+    def __init__(self, case: Case, vocabulary: int) -> None:
+        super().__init__()
+        sizes = pair_config(case.shape, vocabulary, WITHOUT_CAUSAL_MASK)
+        family = getattr(transformers, f"{case.shape.hugging_face}ForConditionalGeneration")
+        self.model = family(sizes)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        source, previous, target = PaddedPairs(*inputs)
+        logits = self.model(
+            source, attention_mask=source.ne(PAD).long(), decoder_input_ids=previous
+        ).logits
+        return functional.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), ignore_index=PAD, label_smoothing=SMOOTHING,
+            reduction="sum",
+        )  # fmt: skip

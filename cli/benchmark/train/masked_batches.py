@@ -48,7 +48,7 @@ def drawn(data: Path, case: Case, system: str, count: int, workers: int) -> list
         order = order[sizes[order] == case.block] if case.block else order
         whole = min(len(order) // case.blocks, count) * case.blocks
         groups = order[:whole].reshape(-1, case.blocks).tolist()
-        padding = padded if system == "transformers" else padded_rows
+        padding = padded if system.startswith("transformers") else padded_rows
         collate = partial(padding, longest=case.longest)
     if not groups:
         raise ValueError(f"no batch of {case} can be made of {data}")

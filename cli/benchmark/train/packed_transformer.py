@@ -19,7 +19,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightseq_fairseq.cli.benchmark.train.batches import Blocks, MaskedRows, Pairs
-from lightseq_fairseq.cli.benchmark.train.cases import DROPOUT, UNUSED_POSITIONS, Case, Shape
+from lightseq_fairseq.cli.benchmark.train.cases import Case
+from lightseq_fairseq.cli.benchmark.train.shapes import DROPOUT, UNUSED_POSITIONS, Shape
 
 PAD = 1
 LONGEST = 256  # maximum rows of a packed sentence of a pair
@@ -86,7 +87,8 @@ def _attention_ms(case: Case, mask: Tensor | None, warm_up: int = 3, runs: int =
         if number == warm_up:
             begin.record()
         q, k, v = qkv.unbind(2)
-        out = block_attention(q, k, v, shape.attention_dropout, not shape.is_masked, mask)
+        causal = mask is None and not shape.is_masked
+        out = block_attention(q, k, v, shape.attention_dropout, causal, mask)
         torch.autograd.grad(out, qkv, out)
     end.record()
     end.synchronize()

@@ -16,7 +16,7 @@ from lightseq_fairseq.base import result_rows
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.runs import Row, quantile
 from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case, Data
-from lightseq_fairseq.cli.benchmark.train.corpus import Corpus
+from lightseq_fairseq.cli.benchmark.train.corpus import NOISED_SHARE, SUMMARIES, Corpus
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, SUSTAINED, floor
 
 _HELD_UP_BY_GPU = 0.9  # busy share of a profile above which the GPU limits the step time
@@ -81,8 +81,11 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     steady = [interval for run in runs for interval in run.intervals]
     times = [interval.ms_per_step for interval in steady]
     low, middle, high = (quantile(times, share) for share in (0.2, 0.5, 0.8))
+    speed = statistics.median(interval.tokens_per_s for interval in steady)
     target = statistics.mean(interval.tokens for interval in steady)
     source = target * corpus.source_tokens / corpus.target_tokens
+    if case.data is Data.NOISED:
+        source = target * NOISED_SHARE
     first = [run.report["first_100_s"] for run in runs if run.report["first_100_s"] is not None]
     report = runs[-1].report
     profile = report["timeline"]
@@ -94,21 +97,29 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
         part_ms = {part: ms if part == "optimizer" else ms * scale for part, ms in part_ms.items()}
     busy = min(sum(part_ms.values()), middle)
     tokens = source / case.gpus, target / case.gpus
-    words = case.shape.words(corpus.vocabulary)
+    words = case.words(corpus.vocabulary)
     classifies = case.data is Data.CLASSES
     in_fp8 = case.precision == "fp8"
     least, sustained = (
-        sum(floor(case.shape, words, *tokens, case.block, classifies, in_fp8, rates))
+        sum(floor(case.shape, words, *tokens, case.block, _text(case), classifies, in_fp8, rates))
         for rates in (BURST, SUSTAINED)
     )
-    sentences = {"sentences_per_s": round(1e3 * case.sentences * case.gpus / middle)}
+    rates_of_samples = {}
+    if classifies:
+        rates_of_samples = {"sentences_per_s": round(1e3 * case.sentences * case.gpus / middle)}
+    elif case.shape.hugging_face and case.has_pairs:
+        length = case.block or corpus.target_tokens / corpus.pairs
+        rates_of_samples = {
+            "real_tokens_per_s": round(speed * (source + target) / target),
+            "sentences_per_s": round(speed / length),
+        }
     return {
         **about,
-        **(sentences if classifies else {}),
+        **rates_of_samples,
         **({"overlap": report["overlap"]} if case.gpus > 1 else {}),
         "case": str(case),
         "system": system,
-        "tokens_per_s": round(statistics.median(interval.tokens_per_s for interval in steady)),
+        "tokens_per_s": round(speed),
         "ms_per_step": round(middle, 3),
         "ms_p20": round(low, 3),
         "ms_p50": round(middle, 3),
@@ -128,11 +139,19 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     }
 
 
+def _text(case: Case) -> float:
+    """Tokens of a source that a token of it sees, on average; 0: sources are short."""
+    if case.data is Data.NOISED:
+        return case.block * NOISED_SHARE
+    return SUMMARIES.source.mean if case.data is Data.SUMMARIES else 0
+
+
 def table(rows: Sequence[Row]) -> list[str]:
     """The table of one case; "ratio" is relative to the fastest fairseq run.
 
-    There is no ratio for --pack-tokens, whose batches differ. If the systems classify sentences,
-    the table has sentences per second, too.
+    There is no ratio for --pack-tokens, whose batches differ. For models of Hugging Face that read
+    sentences, the table has sentences per second, too, and if they have a source, real tokens of
+    both sides.
     """
     fastest = max(
         (row["tokens_per_s"] for row in rows if row["system"].startswith("fairseq")), default=None
@@ -149,10 +168,11 @@ def table(rows: Sequence[Row]) -> list[str]:
         lines.append([row["system"], str(row["tokens_per_s"]), ratio, *times, *shares,
                       f"{row['peak_gib']:.1f}", first])  # fmt: skip
     head += ["busy", "floor", "sustained", "GiB", "first 100"]
-    if "sentences_per_s" in rows[0]:
-        head.append("sentences/s")
-        for line, row in zip(lines, ordered):
-            line.append(str(row["sentences_per_s"]))
+    for key, title in (("real_tokens_per_s", "both sides/s"), ("sentences_per_s", "sentences/s")):
+        if key in rows[0]:
+            head.append(title)
+            for line, row in zip(lines, ordered):
+                line.append(str(row[key]))
     parts = list(dict.fromkeys(part for row in ordered for part in row["part_ms"]))
     by_part = [
         [row["system"], *(f"{row['part_ms'].get(part, 0.0):.2f}" for part in parts)]
