@@ -74,6 +74,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("checkpoints:best_metric", "train"),
         Check("checkpoints:head_to_validate", "validate"),
         Check("pairs:pairs", data="sentence pairs"),
+        Check("languages:languages", data="sentence pairs sampled from several languages"),
         Check("text:text", data="running text"),
         Check("text:masked_text", data="text to mask"),
         Check("classes:classes", data="sentences with labels"),

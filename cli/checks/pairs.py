@@ -60,26 +60,31 @@ def pairs(request: Request) -> None:
                 f"lightseq-preprocess wrote (its --destdir), and its languages with -s and -t."
             )
     _tokens_of_languages(args, source, target)
-    endings = _endings(command, args)
     for folder, split in splits(command, args, folders):
-        if not _has_split(folder, split, source, target, endings):
-            if _has_split(folder, split, source, target):
-                raise other_form(folder, split, args)
-            raise UserError(
-                f"{folder} contains no split named {split} for {source}-{target}: binarise it with "
-                f"lightseq-preprocess ({prefix_flag(split)}), or choose another split with "
-                f"{subset_flag(request, split)}."
-            )
-        reader = _reader_of_targets(command, args)
-        if reader is not None and not _has_split(folder, split, target, source):
-            raise UserError(
-                f"{folder} contains the split {split} without its {target} side, which {reader} "
-                "reads: binarise both languages with lightseq-preprocess."
-            )
+        has_split(request, folder, split, source, target)
     dictionary = os.path.join(folders[0], f"dict.{target}.txt")
-    _joiner(command, args, dictionary)
+    joiner(command, args, dictionary)
     search.sampling(command, args, len(TranslationTask.load_dictionary(dictionary)))
     sentences(request)
+
+
+def has_split(request: Request, folder: str, split: str, source: str, target: str) -> None:
+    """Raises UserError if a split of a language pair is missing, or a side that is read."""
+    command, args = request.command, request.args
+    if not _has_split(folder, split, source, target, _endings(command, args)):
+        if _has_split(folder, split, source, target):
+            raise other_form(folder, split, args)
+        raise UserError(
+            f"{folder} contains no split named {split} for {source}-{target}: binarise it with "
+            f"lightseq-preprocess ({prefix_flag(split)}), or choose another split with "
+            f"{subset_flag(request, split)}."
+        )
+    reader = _reader_of_targets(command, args)
+    if reader is not None and not _has_split(folder, split, target, source):
+        raise UserError(
+            f"{folder} contains the split {split} without its {target} side, which {reader} "
+            "reads: binarise both languages with lightseq-preprocess."
+        )
 
 
 def _tokens_of_languages(args: argparse.Namespace, *languages: str) -> None:
@@ -149,7 +154,7 @@ _JOINERS = {
 _SHARE_JOINED = 0.01  # share of the words; fewer matches may occur in any text
 
 
-def _joiner(command: str, args: argparse.Namespace, path: str) -> None:
+def joiner(command: str, args: argparse.Namespace, path: str) -> None:
     """Raises UserError if the way to join subwords does not match the target dictionary."""
     flag, asked = values.joiner(command, args)
     asked = {"@@ ": "@@", "subword_nmt": "@@"}.get(asked or "", asked)

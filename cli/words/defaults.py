@@ -46,6 +46,7 @@ _SENTENCES = ("--batch-size", "--max-sentences")
 _LAST_OF_DECAY = "--total-num-update"
 _WARM_UP = "--warmup-updates"
 _MANY_EPOCHS = 500
+_LANGUAGES = ("--encoder-langtok", "--decoder-langtok", "--langtoks")
 _RATE = ("--lr", "--lr-scheduler")
 
 
@@ -59,6 +60,7 @@ def _choices(recipe: Recipe) -> tuple[Choice, ...]:
         Choice(("--lr-scheduler",), _pairs(recipe.schedule)),
         Choice(("--lr-scheduler",), total),
         Choice((), _pairs(recipe.data)),
+        Choice(_LANGUAGES, _pairs(recipe.languages)),
         # These set the tokens of an update; not added if the user sets the size of a batch.
         Choice((*_SENTENCES, "--max-tokens"), (("--update-freq", str(recipe.update_freq)),), True),
         Choice((*_SENTENCES, "--max-tokens"), size, True),
@@ -106,6 +108,8 @@ def is_converted(argv: Sequence[str], recipe: Recipe) -> bool:
 def recipe_of(argv: Sequence[str], own: Mapping[str, Recipe] | None = None) -> Recipe:
     """The recipe of the command's task; ``own``: those of the arch's family, by task."""
     task = families.tasks().get(value(argv, ("--task",)) or "", families.FAMILIES[0].tasks[0])
+    if task.tuning is not None and is_given(argv, ("--finetune-from-model",)):
+        return task.tuning
     return (own or {}).get(task.name, task.recipe)
 
 

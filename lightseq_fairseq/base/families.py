@@ -28,6 +28,7 @@ class Recipe(NamedTuple):
         sentences: sentences of a batch; max_tokens limits the batch as well.
         decays: whether the learning rate falls to zero at the last update (--max-update).
         data: flags that say how the task makes its samples, and dropout where it is not the arch's.
+        languages: flags of language tokens; none is added if the user sets one of them.
     """
 
     optimizer: str
@@ -39,6 +40,7 @@ class Recipe(NamedTuple):
     sentences: int | None = None
     decays: bool = False
     data: str = ""
+    languages: str = ""
 
 
 class Task(NamedTuple):
@@ -62,6 +64,8 @@ class Task(NamedTuple):
             {...} are settings of the task; None: `checkpoints.export` does not know them.
         symbols: those that it adds to the words of a dictionary file; one with {langs} for each
             language of --langs.
+        tuning: the recipe of runs that begin with a model (--finetune-from-model), if it is another
+            one.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Task(NamedTuple):
     prompts: bool = False
     dictionaries: dict[str, str] | None = None
     symbols: tuple[str, ...] = ()
+    tuning: Recipe | None = None
 
 
 class Family(NamedTuple):
@@ -141,6 +146,8 @@ _FROM_MBART = Recipe(
     decays=True,
     data="--dropout 0.3 --attention-dropout 0.1",
 )
+# fairseq's examples/multilingual/finetune_multilingual_model.sh, of mBART50.
+_SAMPLED, _TOKENS = "--sampling-method temperature", "--encoder-langtok src --decoder-langtok"
 _OF_HEADS = ("--pooler-activation-fn", "--pooler-dropout")  # BART's flags, of sentences with labels
 _OF_PAIRS = (
     Task(
@@ -168,8 +175,17 @@ _OF_PAIRS = (
     Task(
         "translation_multi_simple_epoch",
         "fairseq.tasks.translation_multi_simple_epoch:TranslationMultiSimpleEpochTask",
-        "sentence pairs of several languages",
-        _TRANSLATING,
+        "sentence pairs sampled from several languages",
+        _TRANSLATING._replace(data=_SAMPLED, languages=_TOKENS),
+        ("setup_task", "load_dataset"),
+        unread=_OF_HEADS,
+        dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
+        tuning=_FROM_MBART._replace(
+            schedule="--lr 3e-5 --lr-scheduler inverse_sqrt --warmup-updates 2500",
+            decays=False,
+            data=f"{_FROM_MBART.data} {_SAMPLED}",
+            languages=_TOKENS,
+        ),
     ),
     Task(
         "multilingual_translation",

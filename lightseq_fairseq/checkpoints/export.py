@@ -28,8 +28,8 @@ from fairseq.models import ARCH_MODEL_REGISTRY, BaseFairseqModel, FairseqLanguag
 from lightseq_fairseq.base import dictionaries, families, files
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import Family
-from lightseq_fairseq.checkpoints import names, saving
-from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint
+from lightseq_fairseq.checkpoints import languages, names, saving
+from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint, settings_of
 
 
 @dataclass
@@ -165,8 +165,15 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
     advice = "set --data to the folder with the run's dictionaries, as in --data data-bin."
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: {advice}")
+    settings = settings_of(trained.checkpoint, "task")
+    several = languages.languages_of(settings) if task.name == languages.TASK else []
+    if several:
+        args.source_lang, args.target_lang = languages.pairs_of(settings)[0].split("-")
     names_of = task.dictionaries
-    if _settings_in(*names_of.values()) and (folder / "dict.txt").exists():
+    fixed = Path(settings.get("fixed_dictionary") or "")
+    if several and data is None and fixed.is_file():
+        folder, names_of = fixed.parent, dict.fromkeys(names_of, fixed.name)
+    elif _settings_in(*names_of.values()) and (folder / "dict.txt").exists():
         names_of = dict.fromkeys(names_of, "dict.txt")  # written by lightseq-import
     elif _settings_in(*names_of.values()):
         if not (args.source_lang and args.target_lang):
@@ -186,6 +193,8 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
             dictionary = loaded[f"{side}_dictionary"] = Dictionary.load(str(path))
         except Exception as error:  # fairseq raises a bare Exception if it cannot decode the file
             raise UserError(f"{path} cannot be read ({_short(error)}): {advice}") from error
+        if several:
+            languages.add_tokens(dictionary, settings, several)
         for symbol in task.symbols:
             for language in args.langs.split(",") if _settings_in(symbol) else [""]:
                 dictionary.add_symbol(symbol.format(langs=language))
@@ -267,6 +276,7 @@ def to_ctranslate2(
             # Tokens of languages, which end a source and begin and end a target, are the caller's.
             task = families.tasks().get(trained.args.task)
             of_languages = task is not None and bool(_settings_in(*task.symbols))
+            of_languages |= getattr(trained.args, "lang_tok_replacing_bos_eos", False)
             converter = FairseqConverter(
                 str(source), str(found.folder), no_default_special_tokens=of_languages
             )

@@ -6,13 +6,11 @@ import copy
 import json
 import re
 import shutil
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 from fairseq.data import Dictionary
-from fairseq.data.multilingual.multilingual_data_manager import MultilingualDatasetManager
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor
 
@@ -22,7 +20,6 @@ from lightseq_fairseq.checkpoints import counterparts, vocabulary
 from lightseq_fairseq.checkpoints.correspondence import Counterpart
 from lightseq_fairseq.checkpoints.export import Trained, find_dictionaries
 from lightseq_fairseq.checkpoints.vocabulary import read_json
-from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
 Tensors = dict[str, Tensor]
 _HEADS = "classification_heads."
@@ -130,19 +127,6 @@ def _use_embeddings_of_gpt2(args: Any, weights: Tensors) -> None:
 
 def _words(trained: Trained, data: str | None) -> dict[str, list[str]]:
     """The words of the dictionaries "source", "target" and "label", in the order of their rows."""
-    settings = settings_of(trained.checkpoint, "task")
-    if trained.args.task == "translation_multi_simple_epoch":  # it adds languages to the files
-        folder = data or settings.get("data") or "."
-        try:
-            args = Namespace(**{**settings, "data": folder})
-            _, loaded, _ = MultilingualDatasetManager.prepare(Dictionary.load, args)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"The dictionaries of the languages cannot be read in {folder} ({error}): set "
-                "--data to the folder with the run's dictionaries."
-            ) from error
-        words: list[str] = next(iter(loaded.values())).symbols
-        return dict.fromkeys(("source", "target"), words)
     found = find_dictionaries(trained, data)
     if "label" not in found.names:
         return found.words

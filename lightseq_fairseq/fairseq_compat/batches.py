@@ -173,11 +173,13 @@ def end_workers(iterator: Any) -> None:
     """Ends the processes of an iterator's data loader; None is allowed.
 
     With several data folders, each epoch has a new iterator. If sentences have labels, each
-    validation has one, too. fairseq leaves the old one to the garbage collector, which frees the
-    queues of the processes before the data loader uses them to end the processes. So torch waits
-    5 s for each process.
+    validation has one, too; with pairs sampled from several languages, both have. fairseq leaves
+    the old one to the garbage collector, which frees the queues of the processes before the data
+    loader uses them to end the processes. So torch waits 5 s for each process.
     """
     loader = getattr(iterator, "dataloader", None)
     running = getattr(loader, "_iterator", None)  # kept by persistent_workers
-    if running is not None:
+    if iterator is not None and running is None:  # fairseq's iterator has not kept its loader
+        running = getattr(iterator._cur_epoch_itr, "_itr", None)
+    if hasattr(running, "_shutdown_workers"):
         running._shutdown_workers()

@@ -24,7 +24,7 @@ class LanguageModel(Pretrained):
     """
 
     kind = Kind(
-        task="language_modeling",
+        tasks=("language_modeling",),
         call="generate",
         inputs="prompts",
         advice="use the checkpoint of a language model, or load a translation model by Translator",

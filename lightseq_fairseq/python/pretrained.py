@@ -47,14 +47,14 @@ class Kind(NamedTuple):
     """The differences between the subclasses of `Pretrained`: words for messages, and defaults.
 
     Attributes:
-        task: fairseq's task of its checkpoints.
+        tasks: fairseq's tasks of its checkpoints, the usual one first.
         call, inputs: for messages: the name of the method that generates, and of its input.
         advice: for messages: what to do with a checkpoint of another task.
         settings: settings of the task whose defaults are the values in the checkpoint.
         batch: the default limit of a batch.
     """
 
-    task: str
+    tasks: tuple[str, ...]
     call: str
     inputs: str
     advice: str
@@ -145,7 +145,7 @@ class Pretrained:
         # The fused layers apply dropout only in training mode.
         native = native or bool(options.get("retain_dropout"))
         if options.get("task") is None:
-            options["task"] = cls.kind.task
+            options["task"] = _task(trained)
         words = [folder, "--path", os.pathsep.join(paths), "--distributed-world-size", "1"]
         return cls(words, options, native)
 
@@ -303,10 +303,14 @@ def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
             f"The checkpoint {path} cannot be read ({error.strerror}): use a file or a folder "
             "that lightseq-train wrote."
         ) from None
-    task = settings.get("_name") or settings.get("task") or "translation"
-    if task != kind.task and options.get("task") is None:
+    if (task := _task(settings)) not in kind.tasks and options.get("task") is None:
         raise UserError(f"{path} contains a model of --task {task}: {kind.advice}.")
     return settings
+
+
+def _task(trained: dict[str, Any]) -> str:
+    """The name of the task in a checkpoint's settings of it."""
+    return str(trained.get("_name") or trained.get("task") or "translation")
 
 
 def trained_on(trained: dict[str, Any], path: str) -> str:

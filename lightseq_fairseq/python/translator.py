@@ -21,7 +21,7 @@ class Translator(Pretrained):
     """
 
     kind = Kind(
-        task="translation",
+        tasks=("translation", "translation_multi_simple_epoch"),
         call="translate",
         inputs="sentences",
         advice="use the checkpoint of a translation model. If this model translates, pass task and "

@@ -351,7 +351,7 @@ def deeper(state: State) -> None:
 
 
 def of_task(state: State) -> None:
-    state["cfg"]["model"].task = "translation_multi_simple_epoch"
+    state["cfg"]["model"].task = "multilingual_translation"
 
 
 def without_languages(state: State) -> None:

@@ -43,3 +43,9 @@ def write(folder: Path, seed: int = 1) -> Path:
             *(word for split, name in prefixes for word in (f"--{split}pref", texts / name)),
         )  # fmt: skip
     return folder
+
+
+def words(folder: Path) -> list[str]:
+    """The words of the dictionary, in the order of their rows."""
+    text = (folder / "dict.aa.txt").read_text()
+    return [line.rpartition(" ")[0] for line in text.splitlines()]
