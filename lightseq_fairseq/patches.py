@@ -284,6 +284,8 @@ PATCHES = (
         instead=True),
     Patch("scoped", "fairseq.optim:FP16Optimizer", "training.trainer:Trainer",
         "gives the float32 parameters the same memory layout as the 16-bit ones", instead=True),
+    Patch("scoped", "fairseq.optim.adafactor:Adafactor", "training.trainer:Trainer",
+        "the host counts its updates, which no CUDA graph can capture", instead=True),
     Patch("scoped", "fairseq.checkpoint_utils:load_checkpoint_to_cpu", "training.trainer:Trainer",
         "fairseq frees the float32 parameters of a checkpoint before they are used"),
     Patch("scoped", "fairseq.checkpoint_utils:load_checkpoint_to_cpu",

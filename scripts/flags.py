@@ -104,7 +104,7 @@ NOTES = {
     **dict.fromkeys(("--restore-file", "--continue-once", "--finetune-from-model"), _BEGINS),
     "--sampling": "on a GPU it draws from fairseq's distributions, with other random numbers",
     "--arch": "one of the `ls_` archs; with another one: fallback",
-    "--optimizer": "`ls_adam`; with another one: fallback; `composite` is refused",
+    "--optimizer": "`ls_adam` and `adafactor`; with another one: fallback; `composite` is refused",
     "--criterion": "`ls_label_smoothed_cross_entropy`, `ls_cross_entropy`; with another one: "
     "fallback; those of other tasks are refused",
     "--activation-fn": "relu, gelu, gelu_accurate, silu; others are refused",

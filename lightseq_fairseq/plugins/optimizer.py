@@ -70,7 +70,8 @@ class FP16Optimizer(optim.FP16Optimizer):
 
     def __init__(self, cfg: Any, *arguments: Any, **keywords: Any) -> None:
         super().__init__(cfg, *arguments, **keywords)
-        self._writes_vectors = cfg.common.fp16 and not cfg.common.fp16_no_flatten_grads
+        flattens = cfg.common.fp16 and not cfg.common.fp16_no_flatten_grads
+        self._writes_vectors = flattens and self.fp32_optimizer.supports_flat_params
 
     @classmethod
     def build_optimizer(cls, cfg: Any, params: Iterable[Any], **keywords: Any) -> FP16Optimizer:

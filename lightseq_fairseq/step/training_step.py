@@ -32,6 +32,7 @@ from lightseq_fairseq.memory.packing import PackedBatch
 from lightseq_fairseq.memory.parameters import FlatBuffer
 from lightseq_fairseq.memory.passes import Pass
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
+from lightseq_fairseq.step.adafactor import Adafactor
 from lightseq_fairseq.step.exchange import Exchange, Ranks
 from lightseq_fairseq.step.flat_adam import FlatAdam
 from lightseq_fairseq.step.objectives import Objective
@@ -130,7 +131,7 @@ class TrainingStep:
     Args:
         model: is passed to the objective.
         low: the buffer of its trained parameters.
-        adam: fused, on ``low`` itself or on a float32 copy with the same layout.
+        optimizer: on ``low`` itself or on a float32 copy with the same layout.
         objective, options, ranks: see their classes.
         scales: the layers' products are computed in fp8; these are the scales of an earlier run,
             empty if there is none. None: products are computed in the model's precision.
@@ -140,17 +141,18 @@ class TrainingStep:
     """
 
     def __init__(
-        self, model: Any, low: FlatBuffer, adam: FlatAdam, objective: Objective,
+        self, model: Any, low: FlatBuffer, optimizer: FlatAdam | Adafactor, objective: Objective,
         options: UpdateOptions, ranks: Ranks, scales: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.low, self.adam, self.objective = model, low, adam, objective
+        self.model, self.low, self.optimizer, self.objective = model, low, optimizer, objective
         self.options, self.ranks = options, ranks
         self.device = low.data.device
         # float32 beside low
-        self._has_copy = adam.fused.buffer.data.data_ptr() != low.data.data_ptr()
+        self._has_copy = optimizer.fused.buffer.data.data_ptr() != low.data.data_ptr()
         self._exchange = Exchange(ranks, low)
         if ranks.sharded:
-            adam.fused.shard(self._exchange, self._has_copy)
+            assert isinstance(optimizer, FlatAdam)
+            optimizer.fused.shard(self._exchange, self._has_copy)
         self.gradients = self._exchange.gradients
         self.fp8 = OFF
         if scales is not None:
@@ -245,7 +247,7 @@ class TrainingStep:
         Returns the memory that is free from now on, unless it has been so before.
         """
         if self._has_copy and self.low.data.dtype == torch.bfloat16:
-            return self.adam.fused.split(self.low.data)
+            return self.optimizer.fused.split(self.low.data)
         return None
 
     def _collect_or_retry(self, batches: Sequence[PackedBatch], given: Sequence[float]) -> None:
@@ -328,7 +330,7 @@ class TrainingStep:
             mean = self._counts[Count.SAMPLE_SIZE].clamp_min(1.0) / self.ranks.count
             given[Given.SAMPLE_SIZE].copy_(mean)
         if self.ranks.sharded:
-            norm = self._counts[Count.SQUARES].sqrt().to(self.adam.fused.exp_avg.dtype)
+            norm = self._counts[Count.SQUARES].sqrt().to(self.optimizer.fused.buffer.data.dtype)
         else:
             norm = ops.adam_norm(gradient)
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -345,7 +347,7 @@ class TrainingStep:
         self.fp8.update(state[State.SKIPPED])
         # With sharded state, the ranks must first gather the weights.
         cast = None if self.ranks.sharded else self.fp8.weight_cast()
-        self.adam.fused.update(
+        self.optimizer.fused.update(
             gradient, self.low.data if self._has_copy else None, state[State.RATE],
             state[State.MULTIPLIER], norm, options.max_norm, options.clip_eps,
             self._exchange.finish, cast,

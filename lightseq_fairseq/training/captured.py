@@ -37,6 +37,7 @@ from lightseq_fairseq.plugins.conditions import of_ranks
 from lightseq_fairseq.plugins.dropout import seed_of_masks
 from lightseq_fairseq.plugins.settings import FALLBACK, is_used, option
 from lightseq_fairseq.plugins.unsupported import set_by_arch
+from lightseq_fairseq.step.adafactor import Adafactor
 from lightseq_fairseq.step.exchange import Ranks
 from lightseq_fairseq.step.flat_adam import FlatAdam
 from lightseq_fairseq.step.objectives import Objective, declares
@@ -92,7 +93,11 @@ def fallback_reason(trainer: Any) -> str | None:
         "our step does not support the criterion": objective is None,
         "our step does not support the arch with this criterion": objective is not None
         and not all(hasattr(model, name) for name in objective.calls),
-        "the optimizer is not ls_adam": not _is_ours(cfg.optimizer),
+        "the optimizer is not ls_adam or adafactor": not (
+            _is_ours(cfg.optimizer) or _is_adafactor(cfg.optimizer)
+        ),
+        "--zero-sharding os with adafactor": of_ranks(cfg, "zero_sharding") == "os"
+        and _is_adafactor(cfg.optimizer),
         "--ignore-prefix-size with --left-pad-target": _ignores_pads(cfg),
         "the task has its own training step": not _trains_as_fairseqs(task),
         "the logs of the task cannot be summed over the ranks": trainer.data_parallel_world_size > 1
@@ -110,10 +115,10 @@ def fallback_reason(trainer: Any) -> str | None:
     return None if len(flat_buffers(trained(model))) == 1 else "the parameters have several dtypes"
 
 
-def _adam(optimizer: Any) -> FlatAdam:
+def _updated_by(optimizer: Any) -> FlatAdam | Adafactor:
     in_half = isinstance(optimizer, optim.FP16Optimizer)
-    adam: FlatAdam = (optimizer.fp32_optimizer if in_half else optimizer).optimizer
-    return adam
+    found: FlatAdam | Adafactor = (optimizer.fp32_optimizer if in_half else optimizer).optimizer
+    return found
 
 
 def _ranks(trainer: Any) -> Ranks:
@@ -173,6 +178,11 @@ def unsharded(cfg: Any) -> Iterator[None]:
 
 def _is_ours(optimizer: Any) -> bool:
     return getattr(optimizer, "_name", None) == "ls_adam"
+
+
+def _is_adafactor(optimizer: Any) -> bool:
+    # Its settings are a Namespace, unlike Adam's.
+    return "adafactor" in (getattr(optimizer, "_name", None), getattr(optimizer, "optimizer", None))
 
 
 def granularity(trainer: Any) -> Granularity:
@@ -263,9 +273,9 @@ class CapturedTraining:
         # With --fp16 or --bf16, unused parameters have a gradient of zeros, as in fairseq, so they
         # decay. In fp32 they have none.
         if not isinstance(optimizer, optim.FP16Optimizer):
-            _adam(optimizer).fused.leave_out(self._objective.unused(model))
+            _updated_by(optimizer).fused.leave_out(self._objective.unused(model))
         self._step = TrainingStep(
-            model, low, _adam(optimizer), self._objective, options, ranks,
+            model, low, _updated_by(optimizer), self._objective, options, ranks,
             scales if uses_fp8(cfg) else None,
         )  # fmt: skip
         self._step.set_state(trainer.get_num_updates(), scaler)
@@ -341,17 +351,17 @@ class CapturedTraining:
     def leave(self) -> None:
         """Restore the state that fairseq's own steps need."""
         self.settle()
-        self._step.adam.join()
+        self._step.optimizer.join()
 
     def gather(self) -> None:
         """Make the optimizer's state readable on rank 0 until `release`; all ranks must call it."""
         self.settle()
-        self._step.adam.fused.gather()
+        self._step.optimizer.fused.gather()
 
     def release(self) -> None:
         """Free the memory of `gather`."""
-        self._step.adam.fused.release()
-        self._step.adam.state.clear()
+        self._step.optimizer.fused.release()
+        self._step.optimizer.state.clear()
 
     def scales(self) -> dict[str, Tensor]:
         """The scales of fp8 for a checkpoint, after `settle`; empty without --fp8."""

@@ -20,6 +20,7 @@ from lightseq_fairseq.checkpoints import names
 from lightseq_fairseq.fairseq_compat import batches, patching
 from lightseq_fairseq.memory import graphs
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer, accept_other_precision
+from lightseq_fairseq.step.adafactor import Adafactor
 from lightseq_fairseq.step.flat_adam import FlatAdam
 from lightseq_fairseq.training import background, batch, captured, full_batches
 from lightseq_fairseq.training.background import WRITER
@@ -89,6 +90,7 @@ class Trainer(ResumableTrainer):
             stack.enter_context(captured.unsharded(self.cfg))
             if self._fallback_reason is None:
                 stack.enter_context(patching.within("fairseq.optim:FP16Optimizer", FP16Optimizer))
+                stack.enter_context(patching.within("fairseq.optim.adafactor:Adafactor", Adafactor))
             super()._build_optimizer()
 
     def get_train_iterator(self, *arguments: Any, **keywords: Any) -> Any:

@@ -40,7 +40,10 @@ def products_in(folder: Path) -> int:
             {"encoder_ffn_embed_dim": 40},
             r"multiples of 16, but encoder.layers.0.fc1.weight has the shape \[40, 32\]: change",
         ),
-        ({"optimizer": "adam"}, r"fairseq's own step \(the optimizer is not ls_adam\): remove --f"),
+        (
+            {"optimizer": "adam"},
+            r"fairseq's own step \(the optimizer is not ls_adam or adafactor\): r",
+        ),
         ({"store_ema": True}, r"uses fairseq's own step \(--store-ema\): remove --fp8"),
         ({"num_batch_buckets": 2}, r"uses fairseq's own step \(sentences are padded to length buc"),
     ],

@@ -27,7 +27,7 @@ LINES = lines("train: ")
 # Settings -> why fairseq's own step is used
 OTHER_PARTS = {
     "--label-smoothing None | --criterion cross_entropy": "our step does not support the criterion",
-    "--adam-betas None | --optimizer sgd": "the optimizer is not ls_adam",
+    "--adam-betas None | --optimizer sgd": "the optimizer is not ls_adam or adafactor",
 }
 CPU, EXPORT = "--cpu", "--export"
 PROVEN: Proofs = {("train", table.WORKS): proven(*LINES, *OTHER_PARTS, CPU, EXPORT)}

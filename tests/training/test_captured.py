@@ -78,7 +78,7 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
             {"criterion": "ls_of_heads"},
             "our step does not support the arch with this criterion",
         ),
-        ({"optimizer": "adam"}, "the optimizer is not ls_adam"),
+        ({"optimizer": "adam"}, "the optimizer is not ls_adam or adafactor"),
         ({"encoder_layerdrop": 0.1}, "--encoder-layerdrop"),
         ({"arch": "ls_transformer_that_drops"}, "the arch sets --encoder-layerdrop"),
         ({"memory_efficient_bf16": True, "bf16": True}, "--memory-efficient-bf16"),

@@ -70,7 +70,11 @@ def test_updates_are_those_of_fairseq(
     (step,) = steps
     count = sum(parameter.numel() for parameter in freezing.trained(step.model))
     vectors = len(freezing.trained(step.model))
-    for state in (step.gradients.flat, step.adam.fused.exp_avg, step.adam.fused.exp_avg_sq):
+    for state in (
+        step.gradients.flat,
+        step.optimizer.fused.exp_avg,
+        step.optimizer.fused.exp_avg_sq,
+    ):
         assert count <= len(state) <= count + 64 * vectors
 
 

@@ -114,7 +114,10 @@ def natives(data: Path, folder: Path, **flags: Any) -> list[float]:
             {"criterion": "label_smoothed_cross_entropy"},
             "our step does not support the criterion",
         ),
-        ({"optimizer": "adam", "update_freq": 2, "max_update": 6}, "the optimizer is not ls_adam"),
+        (
+            {"optimizer": "adam", "update_freq": 2, "max_update": 6},
+            "the optimizer is not ls_adam or adafactor",
+        ),
         ({"required_seq_len_multiple": 4, "empty_cache_freq": 5}, "--empty-cache-freq"),
     ],
 )

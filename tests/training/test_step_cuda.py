@@ -141,6 +141,18 @@ def test_captured_and_eager_are_equal_with_frozen_parameters(
     assert len(captured.losses) == 24
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("flags", [{}, {"beta1": 0.9, "scale_parameter": True, "lr": 0.1}])
+def test_captured_and_eager_are_equal_with_adafactor(
+    precision: str, flags: dict[str, Any], found: Callable[..., Found]
+) -> None:
+    adafactor = {"optimizer": "adafactor", "adam_betas": None, "max_update": 24}
+    flags = {**ON_GPU, **PRECISIONS[precision], **adafactor, **flags}
+    captured = found("captured", **flags)
+    assert_same(captured, found("eager", captured=False, **flags))
+    assert len(captured.losses) == 24
+
+
 def test_captured_and_eager_are_equal_with_many_flags(found: Callable[..., Found]) -> None:
     flags = {**ON_GPU, **PRECISIONS["fp16"], "fp16_scale_window": 1000, "update_freq": "2,1"}
     flags.update(sentence_avg=True, report_accuracy=True, ignore_prefix_size=1, max_update=24)
