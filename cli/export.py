@@ -71,8 +71,9 @@ def main(
     if to != "fairseq":
         _require(to, "safetensors" if to == "huggingface" else to)
     from lightseq_fairseq.checkpoints import export, to_huggingface
+    from lightseq_fairseq.checkpoints.trained import read
 
-    trained = export.read(source)
+    trained = read(source)
     if to == "fairseq":
         if data is not None:
             export.find_dictionaries(trained, data)

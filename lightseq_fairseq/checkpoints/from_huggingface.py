@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightseq_fairseq.base import dictionaries
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.checkpoints import counterparts, saving, vocabulary
+from lightseq_fairseq.checkpoints import counterparts, matching, saving, vocabulary
 from lightseq_fairseq.checkpoints.correspondence import Counterpart
 from lightseq_fairseq.checkpoints.vocabulary import Vocabulary, read_json
 
@@ -57,10 +57,8 @@ def to_native(folder: Path) -> Imported:
         )
     config = read_json(folder / "config.json")
     try:
-        record = counterparts.of_config(config)
-        args = Namespace(
-            arch=record.arch, task=record.task, **counterparts.settings(record, config)
-        )
+        record = matching.of_config(config)
+        args = Namespace(arch=record.arch, task=record.task, **matching.settings(record, config))
         model = _ours(record, _read(folder))
     except UserError as error:
         raise UserError(f"{folder} cannot be converted: {error}") from error

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lightseq_fairseq.base import dictionaries, families, files
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.checkpoints import counterparts, vocabulary
+from lightseq_fairseq.checkpoints import counterparts, matching, vocabulary
 from lightseq_fairseq.checkpoints.correspondence import Counterpart
-from lightseq_fairseq.checkpoints.export import Trained, find_dictionaries
+from lightseq_fairseq.checkpoints.export import find_dictionaries
+from lightseq_fairseq.checkpoints.trained import Trained
 from lightseq_fairseq.checkpoints.vocabulary import read_json
 
 Tensors = dict[str, Tensor]
@@ -60,7 +61,7 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     preferred = like.get("model_type")
     if trained.family is families.LANGUAGE_MODEL and preferred not in counterparts.XGLM.types:
         _use_embeddings_of_gpt2(args, weights)
-    record, kind = counterparts.of_settings(trained.family, args, preferred)
+    record, kind = matching.of_settings(trained.family, args, preferred)
     words = _words(trained, data)
     for name, side in record.tables.items():
         if name in weights and len(weights[name]) != len(words[side]):
@@ -72,7 +73,7 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     labels = _labels(weights, words.get("label"))
     config = {
         **{name: value for name, value in like.items() if name != "torch_dtype"},
-        **counterparts.config(record, args),
+        **matching.config(record, args),
         **{record.sides[side][0]: len(order) for side, order in rows.items()},
         **({} if like else _FIRST_WORDS | record.first_words),
         **labels,

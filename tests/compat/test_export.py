@@ -366,12 +366,16 @@ def mixed(state: State) -> None:
         state["model"][f"encoder.layer_norm.{kind}"] = torch.ones(64)
 
 
+def silu(state: State) -> None:
+    state["cfg"]["model"].activation_fn = "silu"
+
+
 def original_lightseq(state: State) -> None:
     state["model"] = {"encoder.layers.0.para": torch.ones(3)}
 
 
 KINDS = (of_arch, of_dataclass, without_options, deeper, of_task, without_languages, mixed)
-CHANGES = {change.__name__: change for change in (*KINDS, original_lightseq)}
+CHANGES = {change.__name__: change for change in (*KINDS, silu, original_lightseq)}
 
 
 @pytest.mark.parametrize(("line", "sentence"), refusals(__file__, "test_export"))

@@ -46,8 +46,9 @@ def main() -> None:
 def _model(files: TestSet) -> Path:
     if not files.ctranslate2.exists():
         from lightseq_fairseq.checkpoints import export
+        from lightseq_fairseq.checkpoints.trained import read
 
-        trained = export.read(files.checkpoint)
+        trained = read(files.checkpoint)
         dictionaries = export.find_dictionaries(trained, str(files.folder))
         export.to_ctranslate2(trained, dictionaries, files.ctranslate2, None)
     return files.ctranslate2

@@ -1,0 +1,105 @@
+"""Which record of `counterparts` a model has, in both directions, and its settings in the other
+world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import Family
+from lightseq_fairseq.checkpoints import counterparts
+from lightseq_fairseq.checkpoints.correspondence import Counterpart
+
+
+def of_config(config: dict[str, Any]) -> Counterpart:
+    """The record of a model in `transformers`.
+
+    Raises:
+        UserError: there is none, or the model computes something else.
+    """
+    kind = str(config.get("model_type"))
+    record = next((each for each in counterparts.COUNTERPARTS if kind in each.types), None)
+    if record is None:
+        known = ", ".join(kind for each in counterparts.COUNTERPARTS for kind in each.types)
+        raise UserError(f"its model_type is {kind}, but only these can be converted: {known}.")
+    for name in config.get("architectures") or ():
+        if name not in (classes := [record.types[kind] + last for last in record.classes]):
+            raise UserError(
+                f"it contains a {name}, but only these classes can be converted: "
+                f"{', '.join(classes)}."
+            )
+    if record.own_bias and config.get("decoder_start_token_id") != config.get("pad_token_id"):
+        raise UserError(
+            "its decoder_start_token_id is not its pad_token_id: our model of this kind begins "
+            "with the pad."
+        )
+    for name, value, default in record.fixed:
+        if (found := config.get(name, default)) != value:
+            raise UserError(
+                f"its {name} is {found}, but fairseq's model of this kind has {value}: it cannot "
+                "compute the same."
+            )
+    return record
+
+
+def settings(record: Counterpart, config: dict[str, Any]) -> dict[str, Any]:
+    """fairseq's settings of a model in `transformers`.
+
+    Raises:
+        UserError: fairseq does not have the activation.
+    """
+    found = dict(record.settings)
+    for setting, name, default, read, _ in record.fields:
+        value = config.get(name)
+        if value is None:
+            value = default(config) if callable(default) else default
+        found[setting] = read(value)
+        if found[setting] is None:
+            raise UserError(f"its {name} is {value}, which fairseq's models do not have.")
+    return found
+
+
+def of_settings(family: Family, args: Any, preferred: str | None) -> tuple[Counterpart, str]:
+    """The record of a model of fairseq, and its model_type.
+
+    Args:
+        preferred: the model_type to choose if several fit; None for the first one.
+
+    Raises:
+        UserError: no model of `transformers` computes the same.
+    """
+    known = [each for each in counterparts.COUNTERPARTS if family in each.families]
+    known.sort(key=lambda record: preferred not in record.types)
+    problems = []
+    for record in known:
+        problems.append(problem := list(_problems(record, args)))
+        if not problem:
+            return record, sorted(record.types, key=lambda kind: kind != preferred)[0]
+    if not problems:
+        raise UserError(f"Hugging Face has no counterpart of {family.name} that is known here.")
+    raise UserError(
+        f"Hugging Face has no model that computes the same ({min(problems, key=len)[0]}): export "
+        "this one with --to safetensors."
+    )
+
+
+def _problems(record: Counterpart, args: Any) -> Iterator[str]:
+    kind = next(iter(record.types.values()))
+    for name, value in record.settings.items():
+        found = getattr(args, name, None)
+        if (found or None) != (value or None):
+            yield f"{name} is {found}, but {value} in its {kind}"
+    fields: dict[str, Any] = {}
+    for setting, name, _, _, write in record.fields:
+        value = write(getattr(args, setting, None))
+        if fields.setdefault(name, value) != value or value is None:
+            yield f"{setting} is {getattr(args, setting, None)}, which its {kind} cannot have"
+
+
+def config(record: Counterpart, args: Any) -> dict[str, Any]:
+    """The fields of config.json for settings of fairseq."""
+    found = {name: value for name, value, _ in record.fixed}
+    for setting, name, _, _, write in record.fields:
+        found[name] = write(getattr(args, setting))
+    return found
