@@ -18,6 +18,7 @@ _UNKNOWN = "--replace-unk of 0.12.2 needs alignments that it does not compute, o
 _EPOCH = "each epoch has the masks of the first one; --curriculum never ends; resumed runs differ"
 _MATCHED = "unknown words count as right, because <unk> and <<unk>> are split into tokens"
 _CR = "a carriage return within a line ends it, so lines of the two sides no longer match"
+_NOISE = "the noise of BART depends on the number of workers, and does not repeat"
 _LAZY = "--dataset-impl lazy: workers share one file position; --dataset-impl cached: KeyError"
 
 PATCHES = (
@@ -69,6 +70,18 @@ PATCHES = (
           ("build_generator", "the flags of the search have no effect, except those of the beam"),
           ("build_dataset_for_inference", "lightseq-interactive leaves out <s> of --prepend-bos"),
       )),
+    Patch("repair", "fairseq.tasks.denoising:DenoisingTask.add_args",
+        "fairseq_compat.denoising:add_args",
+        "the task fails with each arch: conflicting option string: --max-source-positions"),
+    *(Patch("repair", f"fairseq.data{name}", f"fairseq_compat.denoising:{ours}", _NOISE)
+      for name, ours in ((":DenoisingDataset.__init__", "__init__"),
+                         (":DenoisingDataset.__getitem__", "__getitem__"),
+                         (":ResamplingDataset.__getitem__", "resampled_item"))),
+    Patch("repair", "fairseq.data.denoising_dataset:collate", "fairseq_compat.denoising:collate",
+        "the number of sentences of a batch is a number of tokens, also in the log"),
+    Patch("repair", "fairseq.tasks.multilingual_denoising:MultilingualDenoisingTask.load_dataset",
+        "fairseq_compat.denoising:load_dataset",
+        "the setting --valid-subset changes; the same noise in each language"),
     Patch("repair", "fairseq.data.indexed_dataset:IndexedDataset.read_data",
         "fairseq_compat.batches:read_data", _LAZY),
     Patch("repair", "fairseq.data.indexed_dataset:IndexedCachedDataset.__getitem__",

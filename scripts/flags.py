@@ -72,7 +72,12 @@ ROBERTA_NOTES = {
 }
 BART_NOTES = {
     "--add-prev-output-tokens": "needed: the decoder reads the source; the recipe sets it",
-    "--langs": "all languages of the pre-training, in its order; needed",
+    "--bpe": "finds words for `--mask-length word` and `span-poisson`; `gpt2` also finds sentences",
+    "--langs": "all languages of the pre-training, in its order; needed except in "
+    "multilingual_denoising, which finds them in the data folder",
+    "--mask-length": "with fairseq's default, `subword`, `--replace-length` must be 0 or 1",
+    "--permute-sentences": "in denoising only `--bpe gpt2` finds sentences",
+    "--rotate": "fairseq's default is 0.5; the recipe sets 0",
 }
 TEXT_NOTES = {
     "data": "of `lightseq-preprocess --only-source`; `data:data2` for an epoch each",
@@ -328,6 +333,8 @@ OF_BART = Section(
         "train translation": (),
         "train translation_from_pretrained_bart": _UNREAD_WITH_LANGUAGES,
         "train sentence_prediction": ("--add-prev-output-tokens", *_HEADS),
+        "train denoising": ("--bpe",),
+        "train multilingual_denoising": ("--bpe", "--shorten-method", "--shorten-data-split-list"),
     },
     BART_INTRODUCTION,
     BART_NOTES,

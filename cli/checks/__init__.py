@@ -77,6 +77,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("languages:languages", data="sentence pairs sampled from several languages"),
         Check("text:text", data="running text"),
         Check("text:masked_text", data="text to mask"),
+        Check("noise:text", data="text to noise"),
+        Check("noise:texts", data="texts to noise of several languages"),
         Check("classes:classes", data="sentences with labels"),
         Check("pairs:sentences", data="other data of fairseq"),
     ),

@@ -6,6 +6,7 @@ import argparse
 import glob
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -31,7 +32,8 @@ def text(request: Request) -> None:
     A split is checked with a sample of each file; `inside_fairseq` checks all tokens.
     """
     command, args = request.command, request.args
-    words, lengths = _files(request)
+    words = dictionary(request)
+    lengths = files(request, words)
     if command == "eval-lm" and not is_given(request.argv, ("--tokens-per-sample",)):
         _take_trained_block(args)
     _blocks(command, args, lengths)
@@ -42,44 +44,61 @@ def text(request: Request) -> None:
 def masked_text(request: Request) -> None:
     """Raises UserError if the data are no running text, or tokens cannot be masked as asked."""
     args = request.args
-    words, _ = _files(request, masked=True)
+    words = dictionary(request)
+    words.add_symbol("<mask>")
+    files(request, words, only_binarised=True)
     _masks(args, words)
     if request.command == "train" and args.mask_whole_words:  # else --bpe may be the checkpoint's
         _whole_words(args)
 
 
-def _files(request: Request, masked: bool = False) -> tuple[Any, list[np.ndarray]]:
-    """Checks the dictionary and the splits that the command reads.
+def dictionary(request: Request) -> Any:
+    """The dictionary of running text.
 
-    masked: for the task masked_lm, which adds the word <mask> and reads no text files.
-
-    Returns:
-        The dictionary, and the lengths of the sentences of each binarised split.
+    Raises:
+        UserError: the data folder has none.
     """
     from fairseq.data import Dictionary
 
     args = request.args
-    folders = folders_of(args)
-    path = os.path.join(folders[0], "dict.txt")
-    if not os.path.isfile(path):
-        pairs = sorted(os.path.basename(x) for x in glob.glob(f"{glob.escape(folders[0])}/dict.*"))
-        what = f"sentence pairs ({', '.join(pairs)})" if pairs else "no dict.txt"
-        if os.path.isfile(os.path.join(folders[0], "input0", "dict.txt")):
-            what = "sentences with labels (input0)"
-        raise UserError(
-            f"{folders[0]} contains {what}, but --task {args.task} reads running text: "
-            "binarise a text with lightseq-preprocess --only-source."
-        )
-    words = Dictionary.load(path)
-    if masked:
-        words.add_symbol("<mask>")
-    lengths = []
-    for folder, split in splits(request.command, args, folders):
+    folder = folders_of(args)[0]
+    path = os.path.join(folder, "dict.txt")
+    if os.path.isfile(path):
+        return Dictionary.load(path)
+    pairs = sorted(os.path.basename(x) for x in glob.glob(f"{glob.escape(folder)}/dict.*"))
+    what = f"sentence pairs ({', '.join(pairs)})" if pairs else "no dict.txt"
+    if os.path.isfile(os.path.join(folder, "input0", "dict.txt")):
+        what = "sentences with labels (input0)"
+    raise UserError(
+        f"{folder} contains {what}, but --task {args.task} reads running text: "
+        "binarise a text with lightseq-preprocess --only-source."
+    )
+
+
+def files(
+    request: Request, words: Any, languages: Sequence[str] = ("",), only_binarised: bool = False
+) -> list[np.ndarray]:
+    """Checks the splits that the command reads.
+
+    Args:
+        words: the dictionary, with the words that the task adds.
+        languages: the folders of the splits in the data folder.
+        only_binarised: whether the task ignores --dataset-impl, and reads no text files.
+
+    Returns:
+        The lengths of the sentences of each binarised split.
+    """
+    args, lengths = request.args, []
+    implementation = None if only_binarised else args.dataset_impl
+    for (data, split), language in itertools.product(
+        splits(request.command, args, folders_of(args)), languages
+    ):
+        folder = os.path.join(data, language) if language else data
         stem = os.path.join(folder, split)
-        is_text = not masked and os.path.isfile(stem)
+        is_text = not only_binarised and os.path.isfile(stem)
         is_binarised = any(os.path.isfile(stem + ending) for ending in (".idx", ".bin"))
         if not is_text and not is_binarised:
-            if os.path.isfile(f"{stem}.None-None") and not masked:  # no languages in --only-source
+            if os.path.isfile(f"{stem}.None-None") and not only_binarised:  # of --only-source
                 raise UserError(
                     f"{stem}.None-None is the {split} split as lightseq-preprocess --dataset-impl "
                     f"raw names it, but --task {args.task} reads {split}: rename the file."
@@ -89,7 +108,6 @@ def _files(request: Request, masked: bool = False) -> tuple[Any, list[np.ndarray
                 f"--only-source ({prefix_flag(split)}), or choose another split with "
                 f"{subset_flag(request, split)}."
             )
-        implementation = None if masked else args.dataset_impl  # masked_lm ignores the flag
         is_there = is_text if implementation == "raw" else is_binarised
         if implementation is not None and not is_there:
             raise other_form(folder, split, args)
@@ -98,7 +116,7 @@ def _files(request: Request, masked: bool = False) -> tuple[Any, list[np.ndarray
             if sentences is not None:
                 binarised.check_words(sentences, len(words), everywhere=False)
                 lengths.append(sentences.lengths)
-    return words, lengths
+    return lengths
 
 
 def _masks(args: argparse.Namespace, words: Any) -> None:

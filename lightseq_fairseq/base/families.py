@@ -263,6 +263,12 @@ LANGUAGE_MODEL = Family(
     exports=True,
 )
 
+_OF_SUBWORDS = (
+    *("--bpe", "--bpe-codes", "--bpe-separator", "--bpe-vocab", "--bpe-merges"),
+    *("--bpe-add-prefix-space", "--bpe-vocab-file", "--bpe-cased"),
+    *("--gpt2-encoder-json", "--gpt2-vocab-bpe"),
+    *("--sentencepiece-model", "--sentencepiece-model-path"),
+)
 # fairseq's examples/roberta/README.pretraining.md, of roberta_base.
 _PRETRAINING = Recipe(
     "--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0 "
@@ -320,12 +326,7 @@ ROBERTA = Family(
                 *("--dataset-impl", "--include-target-tokens"),
                 *("--pooler-activation-fn", "--pooler-dropout"),
             ),
-            read=(  # for --mask-whole-words
-                *("--bpe", "--bpe-codes", "--bpe-separator", "--bpe-vocab", "--bpe-merges"),
-                *("--bpe-add-prefix-space", "--bpe-vocab-file", "--bpe-cased"),
-                *("--gpt2-encoder-json", "--gpt2-vocab-bpe"),
-                *("--sentencepiece-model", "--sentencepiece-model-path"),
-            ),
+            read=_OF_SUBWORDS,  # for --mask-whole-words
             dictionaries={"source": "dict.txt"},
             symbols=("<mask>",),
         ),
@@ -370,6 +371,50 @@ _SUMMARISING = Recipe(
     decays=True,
     data="--attention-dropout 0.1 --truncate-source",
 )
+# The noise, the optimizer and the loss of BART; batches and schedule of RoBERTa (_PRETRAINING).
+_DENOISING = Recipe(
+    "--optimizer ls_adam --adam-betas '(0.9, 0.999)' --adam-eps 1e-6 --clip-norm 0.1 "
+    "--weight-decay 0.01",
+    "--criterion ls_cross_entropy",
+    "--lr 4e-4 --lr-scheduler polynomial_decay --warmup-updates 10000",
+    max_tokens=8192,
+    update_freq=16,
+    updates=125_000,
+    decays=True,
+    data="--mask 0.3 --mask-length span-poisson --poisson-lambda 3.5 --replace-length 1 "
+    "--mask-random 0.1 --permute-sentences 1 --rotate 0",
+)
+# Liu et al. (2020), Multilingual Denoising Pre-training for Neural Machine Translation, 2.2.
+_DENOISING_LANGUAGES = _DENOISING._replace(
+    optimizer="--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-6 --clip-norm 0.1 "
+    "--weight-decay 0.01",
+    data=_DENOISING.data.replace("--mask 0.3", "--mask 0.35")
+    + " --add-lang-token --multilang-sampling-alpha 0.7",
+)
+_OF_DENOISING = (
+    Task(
+        "denoising",
+        "fairseq.tasks.denoising:DenoisingTask",
+        "text to noise",
+        _DENOISING,
+        ("setup_task", "load_dataset"),
+        unread=("--permute", *_OF_HEADS),
+        read=_OF_SUBWORDS,  # by them, words and sentences are found
+        dictionaries={"source": "dict.txt", "target": "dict.txt"},
+        symbols=("<mask>",),
+    ),
+    Task(
+        "multilingual_denoising",
+        "fairseq.tasks.multilingual_denoising:MultilingualDenoisingTask",
+        "texts to noise of several languages",
+        _DENOISING_LANGUAGES,
+        ("setup_task", "load_dataset"),
+        unread=("--permute", "--shorten-method", "--shorten-data-split-list", *_OF_HEADS),
+        read=_OF_SUBWORDS,
+        dictionaries={"source": "dict.txt", "target": "dict.txt"},
+        symbols=("[{langs}]", "<mask>"),  # the languages with --add-lang-token
+    ),
+)
 # fairseq's examples/bart/README.glue.md, of RTE. The tokens are those of BART's hub interface.
 _CLASSIFYING = _FINE_TUNING._replace(
     optimizer="--optimizer ls_adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-8 --clip-norm 0 "
@@ -381,10 +426,14 @@ BART = Family(
     "BART",
     native="fairseq.models.bart:BARTModel",
     ours="lightseq_fairseq.plugins.bart:LSBARTModel",
-    data="sentence pairs or sentences with labels",
-    instead="--task translation, another translation task or sentence_prediction",
-    tasks=(*_OF_PAIRS, _SENTENCE_PREDICTION),
-    batches=(*TRANSLATION.batches, "lightseq_fairseq.training.batch.classes:PackingClasses"),
+    data="sentence pairs, text to noise or sentences with labels",
+    instead="--task translation or another translation task, denoising or sentence_prediction",
+    tasks=(*_OF_PAIRS, _SENTENCE_PREDICTION, *_OF_DENOISING),
+    batches=(
+        *TRANSLATION.batches,
+        "lightseq_fairseq.training.batch.classes:PackingClasses",
+        "lightseq_fairseq.training.batch.noised:PackingNoised",
+    ),
     needs=("--add-prev-output-tokens",),
     recipes={"translation": _SUMMARISING, "sentence_prediction": _CLASSIFYING},
     generates=True,

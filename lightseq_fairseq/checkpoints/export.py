@@ -91,7 +91,7 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
         if several:
             languages.add_tokens(dictionary, settings, several)
         for symbol in task.symbols:
-            for language in args.langs.split(",") if settings_in(symbol) else [""]:
+            for language in _languages(args, folder) if settings_in(symbol) else [""]:
                 dictionary.add_symbol(symbol.format(langs=language))
         rows = sizes.get(side)
         if rows is not None and len(dictionary) != rows:
@@ -102,6 +102,14 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
     dictionaries.check(SimpleNamespace(**loaded), extra_state.get("dictionaries"))
     words = {side: loaded[f"{side}_dictionary"].symbols for side in files_of}
     return Dictionaries(folder, files_of, words)
+
+
+def _languages(args: Namespace, folder: Path) -> list[str]:
+    """The languages whose tokens the task adds to the dictionary, in their order."""
+    if not getattr(args, "add_lang_token", True):
+        return []
+    found: list[str] = (args.langs or "").split(",")
+    return found if args.langs else sorted(x.name for x in folder.iterdir() if x.is_dir())
 
 
 def to_fairseq(trained: Trained, output: Path) -> None:

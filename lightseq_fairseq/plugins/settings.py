@@ -344,6 +344,7 @@ SETTINGS: tuple[Setting, ...] = (
             "--character-filters --character-embedding-dim --char-embedder-highway-layers",
             without="--character-embeddings"),
     Setting(UNREAD, ALL, "--shorten-data-split-list", without="--shorten-method"),
+    Setting(UNREAD, ALL, "--poisson-lambda", without="--mask-length span-poisson"),
     Setting(UNREAD, ALL, "--quant-noise-pq-block-size", without="--quant-noise-pq"),
     Setting(UNREAD, ALL, "--base-sublayers --base-shuffle", without="--base-layers"),
     Setting(UNREAD, ALL,

@@ -1,4 +1,4 @@
-"""lightseq-train refuses data of masked text and of sentences with labels in one sentence."""
+"""lightseq-train refuses text to mask or to noise, and sentences with labels, in one sentence."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ MASKED = [
     "--task", "masked_lm", "--arch", "ls_roberta_base", "--criterion", "ls_masked_lm",
     "--tokens-per-sample", "16",
 ]  # fmt: skip
+NOISE = ["--task", "denoising", "--arch", "ls_bart_base"]
 CLASSES = [
     "--task", "sentence_prediction", "--arch", "ls_roberta_base",
     "--criterion", "ls_sentence_prediction",
@@ -62,6 +63,27 @@ def test_text_for_masking_that_is_damaged_or_other(
     refused(data, tmp_path, [*MASKED, "--freq-weighted-replacement"], "but all are 0 in dict.txt")
     (data / "valid.bin").write_bytes((text / "valid.bin").read_bytes()[:-2])
     refused(data, tmp_path, MASKED, "one of the files is truncated")
+
+
+@pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_encoder_data: noise"))
+def test_noise(text: Path, tmp_path: Path, words: str, sentence: str) -> None:
+    refused(text, tmp_path, [*NOISE, *words.split()], sentence)
+
+
+def test_text_to_noise_that_is_damaged_or_other(
+    text: Path, sentences: Path, tmp_path: Path
+) -> None:
+    refused(sentences, tmp_path, NOISE, "contains sentences with labels (input0), but --task denoi")
+    languages = [*NOISE, "--task", "multilingual_denoising"]
+    data = shutil.copytree(text, tmp_path / "data" / "de").parent
+    refused(data, tmp_path, languages, "contains no dict.txt, but --task multilingual_denoising")
+    (data / "dict.txt").write_text("w0 1\nw1 1\n")
+    refused(data, tmp_path, languages, "contains the token id")
+    shutil.copy(text / "dict.txt", data)
+    (data / "de" / "valid.bin").unlink()
+    refused(data, tmp_path, languages, "valid.idx has no .bin file")
+    (data / "en").mkdir()
+    refused(data, tmp_path, [*languages, "--disable-validation"], "en contains no train split")
 
 
 @pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_encoder_data: labels"))

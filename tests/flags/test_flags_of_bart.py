@@ -6,6 +6,7 @@ The other settings of BART are in the first table and in that of RoBERTa.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,16 +23,37 @@ from lightseq_fairseq.base.families import BART
 
 SETTINGS = table.family_settings(table.OF_BART)
 LANGUAGES, CLASSES = "translation_from_pretrained_bart", "sentence_prediction"
-TASKS = ("translation", LANGUAGES, CLASSES)
+NOISE, NOISES = "denoising", "multilingual_denoising"
+NOISED = (NOISE, NOISES)
+TASKS = ("translation", LANGUAGES, CLASSES, *NOISED)
+# A wide model, because in a narrow one the source hardly changes the loss.
+_NOISED = {**runs.NOISED, "encoder_embed_dim": 64, "mask_random": 0}
 PLAIN: dict[str, dict[str, Any]] = {
     task: {
         **base, "task": task, "dropout": 0, "attention_dropout": 0, "activation_dropout": 0,
         "add_prev_output_tokens": None, "pooler_dropout": None, "max_update": 3,
         "disable_validation": None, "no_save": True, "dataset_impl": None,
     }
-    for task, base in zip(TASKS, (runs.BART, runs.BART, runs.BART_CLASSES), strict=True)
+    for task, base in zip(
+        TASKS, (runs.BART, runs.BART, runs.BART_CLASSES, _NOISED, _NOISED), strict=True
+    )
 }  # fmt: skip
+SUBWORDS = "--bpe gpt2 --gpt2-encoder-json {encoder} --gpt2-vocab-bpe {merges}"
+OF_NOISE = [
+    "--mask 0.6", "--mask-random 0.9", "--insert 0.3", "--mask-length word", "--replace-length 0",
+    "--poisson-lambda 1", "--rotate 1",
+    "--gpt2-encoder-json {encoder} --gpt2-vocab-bpe {merges} | --bpe gpt2",
+]  # fmt: skip
 WORKS = {
+    NOISE: [*OF_NOISE, f"{SUBWORDS} | --permute-sentences 1"],
+    NOISES: [
+        *OF_NOISE,
+        "--permute-sentences 1",
+        "--langs bb,aa",
+        "--add-lang-token",
+        "--multilang-sampling-alpha 0.2",
+        f"{SUBWORDS} | --no-whole-word-mask-langs aa",
+    ],
     "translation": [],
     LANGUAGES: ["--langs src,tgt,xx", "--langs src,tgt | --prepend-bos"],
     CLASSES: [
@@ -47,6 +69,8 @@ UNREAD = {
     LANGUAGES: "--langs src,tgt | --truncate-source --num-batch-buckets 2 "
     f"--required-seq-len-multiple 8 {HEADS}",
     CLASSES: "",
+    NOISE: f"--permute 0.5 {HEADS}",
+    NOISES: f"--permute 0.5 {HEADS} --shorten-method truncate --shorten-data-split-list train",
 }
 
 
@@ -88,7 +112,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         words = ["--only-source", "--srcdict", texts / "dict.txt", "--trainpref", texts / "train"]
         words += ["--validpref", texts / "valid"]
         cli_runs.succeed("preprocess", *words, "--destdir", folder / "classes" / part)
-    return {task: folder / ("classes" if task == CLASSES else "pairs") for task in TASKS}
+    for seed, part in enumerate(("text", "text/aa", "text/bb")):
+        texts = parity.write_text(raw / part, lines=60 - 20 * seed, seed=seed)
+        for file in texts.iterdir():  # tokens of GPT-2's encoding are numbers
+            if file.is_file():
+                file.write_text(re.sub(r"\bw(\d)", r"\1", file.read_text()))
+        words = ["--only-source", "--srcdict", texts / "dict.txt", "--trainpref", texts / "train"]
+        words += ["--validpref", texts / "valid", "--destdir", folder / part]
+        cli_runs.succeed("preprocess", *words)
+    # Every third word of GPT-2's encoding continues the word before it.
+    coded = {("x" if i % 3 == 0 else "Ġ") + "a" * i: i for i in range(parity.VOCABULARY)}
+    (folder / "encoder").write_text(json.dumps(coded))
+    (folder / "merges").write_text("#version\n")
+    names = {CLASSES: "classes", NOISE: "text", NOISES: "text"}
+    found = {task: folder / names.get(task, "pairs") for task in TASKS}
+    return {**found, "encoder": folder / "encoder", "merges": folder / "merges"}
 
 
 Run = Callable[[str, str, bool], Any]
@@ -101,7 +139,8 @@ def trained(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     @functools.cache
     def run(task: str, line: str, native: bool) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("run")
-        return flag_families.train(line, native, {"data": data[task]}, folder, PLAIN[task])
+        paths = {**data, "data": data[task]}
+        return flag_families.train(line, native, paths, folder, PLAIN[task])
 
     return run
 

@@ -86,6 +86,13 @@ BART = {**LS, "arch": "ls_bart_base", "encoder_attention_heads": 2, "decoder_att
 # Marian; its logits have a bias, and its feed-forward layers silu.
 MARIAN = {**BART, "arch": "ls_marian_base"}
 
+# BART in pre-training; write_text writes its data.
+NOISED: dict[str, Any] = {
+    **BART, "task": "denoising", "criterion": "ls_cross_entropy", "label_smoothing": None,
+    "source_lang": None, "target_lang": None, "tokens_per_sample": 16, "mask": 0.3,
+    "mask_length": "span-poisson", "replace_length": 1, "mask_random": 0.1, "rotate": 0,
+}  # fmt: skip
+
 # A language model; its data are written by helpers.parity.write_text.
 TEXT: dict[str, Any] = {
     **_TEXT,

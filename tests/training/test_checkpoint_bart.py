@@ -13,6 +13,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "translation": runs.BART,
     "languages": {**runs.BART, "task": "translation_from_pretrained_bart", "langs": "src,tgt"},
     "classes": runs.BART_CLASSES,
+    "noise": runs.NOISED,
 }
 NO_DROPOUT = {
     "dropout": 0.0,
@@ -26,8 +27,11 @@ NO_DROPOUT = {
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("data")
     pairs = runs.corpus(folder / "pairs")
-    classes = parity.write_classes(folder / "classes")
-    return {kind: classes if kind == "classes" else pairs for kind in KINDS}
+    others = {
+        "classes": parity.write_classes(folder / "classes"),
+        "noise": parity.write_text(folder / "text"),
+    }
+    return {kind: others.get(kind, pairs) for kind in KINDS}
 
 
 def train(data: Path, folder: Path, ours: bool = True, **flags: Any) -> list[float]:

@@ -101,16 +101,18 @@ def test_captured_and_eager_are_equal_on_running_text(
     assert len(captured.losses) == 24
 
 
-@pytest.mark.parametrize("kind", ["masked", "classes", "numbers", "bart", "bart-classes", "marian"])
+@pytest.mark.parametrize(
+    "kind", ["masked", "classes", "numbers", "bart", "bart-classes", "marian", "noised"]
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_captured_and_eager_are_equal_in_other_families(
     precision: str, kind: str, tmp_path: Path, found: Callable[..., Found]
 ) -> None:
     others = {"masked": runs.MASKED, "bart": runs.BART, "bart-classes": runs.BART_CLASSES}
-    others["marian"] = runs.MARIAN
+    others |= {"marian": runs.MARIAN, "noised": runs.NOISED}
     flags = {**others.get(kind, runs.CLASSES), **PRECISIONS[precision]}
     flags |= {"cpu": None, "max_update": 24, "encoder_embed_dim": 64}
-    if kind == "masked":
+    if kind in ("masked", "noised"):
         flags["corpus"] = write_text(tmp_path / "text")
     elif kind.endswith("classes"):
         flags["corpus"] = write_classes(tmp_path / "classes")

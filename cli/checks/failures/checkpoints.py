@@ -36,8 +36,8 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
             side = "" if families.has_prompts(getattr(request.args, "task", None)) else side
             return (
                 f"The dictionary does not match {where}: the {side}dictionary in "
-                f"{data_folder(request)} has {built_words} words, but the checkpoint was trained "
-                f"with {saved_words}; {_ITS_DICTIONARIES}"
+                f"{data_folder(request)} has {built_words} words{_added(request)}, but the "
+                f"checkpoint was trained with {saved_words}; {_ITS_DICTIONARIES}"
             )
     if mismatches:
         name, saved, built = mismatches[0]
@@ -56,6 +56,14 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
         f"The model does not match {where} ({difference}): {remedy}, or start a new run in "
         "another --save-dir."
     )
+
+
+def _added(request: Request) -> str:
+    """Says which words the task adds to the dictionary file."""
+    name = getattr(request.args, "task", None)
+    task = families.tasks().get(name or "")
+    adds = task is not None and "<mask>" in task.symbols
+    return f" with those that --task {name} adds, such as <mask>" if adds else ""
 
 
 def _other_arch(request: Request) -> str | None:

@@ -14,15 +14,7 @@ from fairseq.data import (
 )
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.memory.filling import (
-    Column,
-    Filled,
-    Sentences,
-    concatenated,
-    packed,
-    positions,
-    reordered,
-)
+from lightseq_fairseq.memory.filling import Column, Filled, Sentences, packed, positions
 from lightseq_fairseq.memory.packing import MASKED, Granularity, PackedBatch
 from lightseq_fairseq.training.batch import nested
 from lightseq_fairseq.training.batch.dataset import PackingDataset
@@ -54,34 +46,34 @@ class PackingMasked(PackingDataset):
 
     def __init__(self, dataset: Any, granularity: Granularity | None = None) -> None:
         super().__init__(dataset, granularity)
-        self._corpora = [_Corpus(part) for part in nested.corpora(dataset) or []]
+        self._corpora = [_Corpus(part) for part in nested.corpora(dataset)]
         self._noise = self._corpora[0].noise  # all corpora have these settings
 
     @staticmethod
     def packs(dataset: Any) -> bool:
         """See ``PackingDataset``. The batches of each corpus have masked tokens."""
-        corpora = nested.corpora(dataset)
-        return corpora is not None and all(
-            _source_and_target(nested.columns(part) or {})[0] is not None for part in corpora
+        return all(
+            _source_and_target(nested.columns(part) or {})[0] is not None
+            for part in nested.corpora(dataset)
         )
 
     @staticmethod
     def lacks(dataset: Any) -> dict[str, bool]:
         found: dict[str, bool] = {}
-        for part in nested.corpora(dataset) or []:
+        for part in nested.corpora(dataset):
             for reason, applies in _lacks(nested.columns(part) or {}).items():
                 found[reason] = found.get(reason, False) or applies
         return found
 
     def _at(self, indices: np.ndarray) -> PackedBatch:
-        which, places = nested.places(self.dataset, indices)
-        used = np.unique(which)
+        places = nested.places(self.dataset, indices)
+        used = np.unique(places.corpus)
         if len(used) <= 1:
-            return self._pack(*self._corpora[which.max(initial=0)].read(places))
-        masked, before, chosen = zip(*(self._corpora[i].read(places[which == i]) for i in used))
-        # The corpora one after the other; then the order of the indices.
-        order = np.concatenate([np.flatnonzero(which == i) for i in used]).argsort()
-        source, rows = reordered(concatenated(masked), order)
+            return self._pack(*self._corpora[places.corpus.max(initial=0)].read(places.item))
+        masked, before, chosen = zip(
+            *(self._corpora[i].read(places.item[places.corpus == i]) for i in used), strict=True
+        )
+        source, rows = nested.in_order(masked, places.corpus)
         return self._pack(source, np.concatenate(before)[rows], np.concatenate(chosen)[rows])
 
     def _of(self, samples: Any) -> PackedBatch:

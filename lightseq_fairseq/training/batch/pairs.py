@@ -119,23 +119,32 @@ class PackingPairs(PackingDataset):
 
     def pack(self, pairs: Pairs) -> PackedBatch:
         """The batch of these pairs."""
-        source, target, previous = pairs
         pad = self._given.src_dict.pad()
-        if (source.tokens == pad).any():
-            source = source.keep(source.tokens != pad)
-        ntokens = int(np.count_nonzero(target.tokens != pad))
-        if ntokens < len(target.tokens):
-            kept = previous != pad
-            target, previous = target.keep(kept), previous[kept]
-        streams = (
-            Filled(source.lengths, [Column(source.tokens, pad)], self.granularity),
-            Filled(
-                target.lengths,
-                [Column(previous, pad), Column(target.tokens, pad)],
-                self.granularity,
-            ),
-        )
-        return packed(SENTENCE_PAIRS, streams, ntokens, self.part)
+        ntokens = int(np.count_nonzero(pairs.target.tokens != pad))
+        return pairs_batch(pairs, pad, ntokens, self.granularity, self.part)
+
+
+def pairs_batch(
+    pairs: Pairs, pad: int, ntokens: int, granularity: Granularity, part: str = ""
+) -> PackedBatch:
+    """The batch of these pairs.
+
+    Args:
+        pad: the token whose rows are dropped, see ``PackingPairs``.
+        ntokens, part: see ``PackedBatch``.
+    """
+    source, target, previous = pairs
+    if (source.tokens == pad).any():
+        source = source.keep(source.tokens != pad)
+    if (target.tokens == pad).any():
+        kept = previous != pad
+        target, previous = target.keep(kept), previous[kept]
+    columns = [Column(previous, pad), Column(target.tokens, pad)]
+    streams = (
+        Filled(source.lengths, [Column(source.tokens, pad)], granularity),
+        Filled(target.lengths, columns, granularity),
+    )
+    return packed(SENTENCE_PAIRS, streams, ntokens, part)
 
 
 def _given(dataset: Any) -> Any:

@@ -35,6 +35,8 @@ def reader(dataset: Any) -> Reader:
         return partial(_mapped, dataset)
     if kind is data.TokenBlockDataset and not dataset.include_targets and stored(dataset):
         return partial(read_blocks, dataset)
+    if kind is data.TokenBlockDataset and not dataset.include_targets:
+        return partial(_blocks, dataset, reader(dataset.dataset))
     if kind in (data.LRUCacheDataset, data.RightPadDataset):  # they differ in collater only
         return reader(dataset.dataset)
     if kind is data.PrependTokenDataset and dataset.token is not None:
@@ -118,6 +120,19 @@ def read_blocks(blocks: Any, indices: np.ndarray) -> Sentences:
     starts, lengths = ranges(blocks, indices)
     places = np.repeat(starts, lengths) + positions(lengths)
     return Sentences(stream_tokens(blocks, places), lengths)
+
+
+def _blocks(blocks: Any, read: Reader, indices: np.ndarray) -> Sentences:
+    """Blocks of a TokenBlockDataset of any sentences, which ``read`` reads. A sentence may have
+    fewer tokens than fairseq counted when it made the blocks; then the block has fewer, too."""
+    begins, skipped, ends = blocks.block_to_dataset_index[indices].astype(np.int64).T
+    counts = ends - begins + 1
+    sentences = read(np.repeat(begins, counts) + positions(counts))
+    bounds = sentences.boundaries()
+    whole = Sentences(sentences.tokens, np.diff(bounds[np.append(0, counts.cumsum())]))
+    places, (_, lengths) = whole.positions(), ranges(blocks, indices)
+    first, end = (np.repeat(x, whole.lengths) for x in (skipped, skipped + lengths))
+    return whole.keep((places >= first) & (places < end))
 
 
 def _prepended(token: int, read: Reader, indices: np.ndarray) -> Sentences:
