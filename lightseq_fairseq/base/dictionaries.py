@@ -28,13 +28,18 @@ def digests(task: Any) -> dict[str, str]:
         except NotImplementedError:  # raised by FairseqTask's default property
             continue
         if symbols is not None:
-            text = "\n".join(symbols).encode()
-            found[side] = f"{len(symbols)}:{hashlib.sha256(text).hexdigest()}"
+            found[side] = digest(symbols)
     of_labels = getattr(task, "label_dictionary", None)
     # With numbers as labels, fairseq's task has its only dictionary here.
     if of_labels is not None and of_labels is not getattr(task, "dictionary", None):
         found["label"] = "\n".join(labels(of_labels))
     return found
+
+
+def digest(symbols: Sequence[str]) -> str:
+    """ "<number of symbols>:<SHA-256>"."""
+    text = "\n".join(symbols).encode()
+    return f"{len(symbols)}:{hashlib.sha256(text).hexdigest()}"
 
 
 def labels(dictionary: Any) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.base import dictionaries, library, optimizer_order
 from lightseq_fairseq.base.errors import UserError, is_out_of_memory
-from lightseq_fairseq.checkpoints import names
+from lightseq_fairseq.checkpoints import names, word_rows
 from lightseq_fairseq.fairseq_compat import batches, patching
 from lightseq_fairseq.memory import graphs
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer, accept_other_precision
@@ -294,8 +294,9 @@ class Trainer(ResumableTrainer):
             trained_with = state["extra_state"].get("dictionaries")
             # Fine-tuning may change the dictionary, and train a head for other labels.
             may_differ = args[0] == self.cfg.checkpoint.finetune_from_model
+            follows = (may_differ or reset_optimizer) and word_rows.follow(state, self.task)
             for differs, is_new in (
-                (dictionaries.difference, may_differ),
+                (lambda *both: None if follows else dictionaries.difference(*both), may_differ),
                 (dictionaries.other_labels, may_differ or reset_optimizer),
             ):
                 if (sentence := differs(self.task, trained_with)) is not None and not is_new:
