@@ -88,7 +88,10 @@ def _take(request: Request, trained: dict[str, Any], path: str | None) -> None:
 
     args, taken = request.args, []
     flags = {action.dest: action.option_strings for action in request.parser._actions}
-    if trained and not (trained.get("lang_dict") and not os.path.isfile(trained["lang_dict"])):
+    trained = {**trained, "langtoks": _langtoks(trained)}
+    if trained.get("lang_pairs") and not (
+        trained.get("lang_dict") and not os.path.isfile(trained["lang_dict"])
+    ):
         trained = {**trained, "langs": languages_of(trained)}
     for name in _TRAINED:
         given = [*flags.get(name, ()), *(["--lang-dict"] if name == "langs" else [])]
@@ -106,6 +109,15 @@ def _take(request: Request, trained: dict[str, Any], path: str | None) -> None:
         if request.note is not None:
             return  # in Python, where a note is a warning
         click.echo(f"lightseq-{request.command}: note: {sentence}", err=True)
+
+
+def _langtoks(trained: dict[str, Any]) -> dict[str, Any] | None:
+    """--langtoks of the training: fairseq adds "main" to it, which two other flags set."""
+    found = dict(trained.get("langtoks") or {})
+    main = (trained.get("encoder_langtok"), "tgt" if trained.get("decoder_langtok") else None)
+    if tuple(found.get("main", ())) == main:
+        del found["main"]
+    return found or None
 
 
 def _listed(names: list[str]) -> str:
@@ -170,15 +182,15 @@ def _dictionary(
         if not os.path.isfile(file):
             raise UserError(
                 f"The dictionary {file} does not exist: binarise the pairs of all languages into "
-                "this folder, with one dictionary (lightseq-preprocess --srcdict FILE "
-                "--joined-dictionary)."
+                "this folder, with one dictionary (lightseq-preprocess --srcdict FILE --tgtdict "
+                "FILE)."
             )
         loaded.append(Dictionary.load(file))
         if loaded[-1].symbols != loaded[0].symbols:
             raise UserError(
                 f"{files[0]} and {file} differ, but all {name} languages share a dictionary: "
-                "binarise the pairs again with one (lightseq-preprocess --srcdict FILE "
-                "--joined-dictionary)."
+                "binarise the pairs again with one (lightseq-preprocess --srcdict FILE --tgtdict "
+                "FILE)."
             )
     return files[0], loaded[0]
 

@@ -64,6 +64,8 @@ def test_searches_take_the_languages_from_the_model(trained: Trained, system: li
     found = hypotheses(succeed("generate", trained.data, *TASK, *short, *system))
     assert found == hypotheses(succeed("generate", trained.data, *TASK, *short, *flags, "--native"))
     assert len(found) == languages.SIZES["aa-cc"] and "__cc__" not in "".join(found)
+    marked = succeed("generate", trained.data, *TASK, *short, *system, "--encoder-langtok", "tgt")
+    assert "\t__cc__ " in marked and "\t__aa__ " not in marked
     other = ["-s", "aa", "-t", "bb", *short[4:]]
     text = trained.data / "raw" / "aa-cc" / "valid.aa"
     into = [

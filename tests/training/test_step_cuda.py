@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import helpers.languages as languages
 import helpers.training_runs as runs
 import pytest
 import torch
@@ -102,7 +103,8 @@ def test_captured_and_eager_are_equal_on_running_text(
 
 
 @pytest.mark.parametrize(
-    "kind", ["masked", "classes", "numbers", "bart", "bart-classes", "marian", "noised"]
+    "kind",
+    ["masked", "classes", "numbers", "bart", "bart-classes", "marian", "noised", "languages"],
 )
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_captured_and_eager_are_equal_in_other_families(
@@ -110,12 +112,15 @@ def test_captured_and_eager_are_equal_in_other_families(
 ) -> None:
     others = {"masked": runs.MASKED, "bart": runs.BART, "bart-classes": runs.BART_CLASSES}
     others |= {"marian": runs.MARIAN, "noised": runs.NOISED}
+    others["languages"] = {**runs.LS, **languages.TASK, "virtual_epoch_size": 50}
     flags = {**others.get(kind, runs.CLASSES), **PRECISIONS[precision]}
     flags |= {"cpu": None, "max_update": 24, "encoder_embed_dim": 64}
     if kind in ("masked", "noised"):
         flags["corpus"] = write_text(tmp_path / "text")
     elif kind.endswith("classes"):
         flags["corpus"] = write_classes(tmp_path / "classes")
+    elif kind == "languages":
+        flags["corpus"] = languages.write(tmp_path / "languages")
     elif kind == "numbers":
         flags |= {"corpus": write_classes(tmp_path / "numbers", numbers=2), "num_classes": 2,
                   "regression_target": True}  # fmt: skip

@@ -1,0 +1,1 @@
+"""A model of several languages, from a folder of Hugging Face to captions and back."""

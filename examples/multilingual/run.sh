@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Multi30k in all directions by one model: make a folder of Hugging Face with an NLLB model of random
+# weights and a tokenizer, import it, binarise the captions, train, translate and score each
+# direction, and export the model back to Hugging Face.
+#
+#   bash examples/multilingual/run.sh [--native] [--size cpu|gpu] [--updates N] [--seed N]
+#                                     [--raw DIR] [--out DIR] [-- WORD...]
+#
+# --native trains fairseq's own model, optimizer and criterion with the same data and flags. The
+# default of --size is gpu if there is a GPU, else cpu; gpu has NLLB-600M's sizes and 256206 words.
+# --raw is the folder of Multi30k's raw files (default: $MULTI30K, or examples/multi30k/raw); of
+# English, German, French and Czech it takes the languages that are there. WORDs are passed to
+# lightseq-train.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+# shellcheck source=examples/functions.sh
+. "$root/examples/functions.sh"
+system=lightseq
+native=()
+size=
+updates=
+seed=1
+raw=${MULTI30K:-$root/examples/multi30k/raw}
+out=$here/out
+words=()
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --native) system=fairseq native=(--native); shift ;;
+        --size) size=${2:?--size needs cpu or gpu}; shift 2 ;;
+        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
+        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
+        --raw) raw=${2:?--raw needs a folder}; shift 2 ;;
+        --out) out=${2:?--out needs a folder}; shift 2 ;;
+        --) words=("${@:2}"); break ;;
+        *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
+    esac
+done
+require_numbers "--seed and --updates" "$seed" "${updates:-1}"
+keep_commit
+set_up_unless_there filelock matplotlib tokenizers transformers
+
+size=${size:-$(size_of_this_machine)}
+case $size in
+    cpu)
+        updates=${updates:-1000}
+        recipe=(--lr 5e-3 --dropout 0.1 --attention-dropout 0 --max-tokens 2048)
+        ;;
+    gpu)
+        updates=${updates:-2000}
+        recipe=(--lr 3e-4 --dropout 0.3 --attention-dropout 0.1 --max-tokens 8192 --bf16)
+        ;;
+    *) echo "run.sh: --size must be cpu or gpu, not $size" >&2; exit 2 ;;
+esac
+
+raw=$(realpath -m "$raw")
+out=$(realpath -m "$out")
+run=$out/$size-$system-seed$seed
+rm -rf "$run" # a run never resumes an earlier one
+mkdir -p "$run"
+
+echo "== data: a random model, its tokenizer, the captions in its words"
+(cd "$root" && python3 -m examples.multilingual.model "$raw" "$run/model" "$run/text" \
+    --size "$size" --seed "$seed")
+lightseq-import "$run/model" "$run/imported"
+mapfile -t languages <"$run/imported/languages.txt"
+directions=()
+for source in "${languages[@]}"; do
+    for target in "${languages[@]}"; do
+        if [ "$source" = "$target" ]; then continue; fi
+        directions+=("$source-$target")
+        if [[ $source > $target ]]; then continue; fi # both directions read the same files
+        lightseq-preprocess -s "$source" -t "$target" --destdir "$run/bin" \
+            --srcdict "$run/imported/dict.txt" --tgtdict "$run/imported/dict.txt" \
+            --trainpref "$run/text/train" --validpref "$run/text/valid" --testpref "$run/text/test"
+    done
+done
+pairs=$(IFS=,; echo "${directions[*]}")
+
+echo "== training: $size, $system, $updates updates, $pairs"
+every=$(((updates + 9) / 10)) # updates between two validations, each with a checkpoint
+task=(--task translation_multi_simple_epoch)
+lightseq-train "$run/bin" ${native[@]+"${native[@]}"} --arch ls_transformer "${task[@]}" \
+    --lang-pairs "$pairs" --lang-dict "$run/imported/languages.txt" \
+    --finetune-from-model "$run/imported/model.pt" \
+    --encoder-langtok src --decoder-langtok \
+    --sampling-method temperature --sampling-temperature 1.5 \
+    --optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0 \
+    --criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1 \
+    --lr-scheduler inverse_sqrt --warmup-updates $(((updates + 4) / 5)) --max-update "$updates" \
+    "${recipe[@]}" --seed "$seed" --distributed-world-size 1 \
+    --save-dir "$run/checkpoints" --save-interval-updates "$every" --keep-interval-updates 1 \
+    --save-interval 100000 --validate-interval 100000 --no-epoch-checkpoints \
+    --log-format json --log-interval $(((updates + 29) / 30)) \
+    ${words[@]+"${words[@]}"} 2>&1 | tee "$run/train.log"
+(cd "$root" && python3 -m examples.curves "$run/train.log" "$run/curves.svg" \
+    --title "Multi30k in ${#directions[@]} directions, $size, $system")
+
+echo "== translation of test_2016_flickr, each direction"
+for direction in "${directions[@]}"; do
+    target=${direction#*-}
+    lightseq-generate "$run/bin" ${native[@]+"${native[@]}"} "${task[@]}" \
+        -s "${direction%-*}" -t "$target" --path "$run/checkpoints/checkpoint_best.pt" \
+        --beam 4 --max-len-a 1.5 --max-len-b 10 --max-tokens 4096 --remove-bpe sentencepiece \
+        >"$run/$direction.log"
+    lightseq-score --sys "$run/$direction.log" --reference "$run/text/test.raw.$target" \
+        --json "$run/$direction.json" >/dev/null
+    (cd "$root" && python3 -m examples.record "$run/checkpoints/checkpoint_last.pt" \
+        "$run/$direction.json" --results "$out/bleu.json" \
+        --case "multi30k $direction $size" --system "$system" --seed "$seed")
+done
+
+echo "== export to Hugging Face: $run/exported"
+lightseq-export "$run/checkpoints/checkpoint_best.pt" --to huggingface \
+    --tokenizer "$run/model" --output "$run/exported"
+for direction in "${directions[@]}"; do
+    echo "$system, $direction: BLEU $(sed -E 's/.*"bleu": ([0-9.]+).*/\1/' "$run/$direction.json")"
+done
