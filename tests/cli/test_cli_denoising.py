@@ -129,13 +129,20 @@ def test_a_checkpoint_begins_translation(
         assert torch.allclose(weight, before[name][: len(weight)], atol=1e-5), name
 
 
-def test_a_checkpoint_without_mask_is_refused(data: dict[str, Path], tmp_path: Path) -> None:
-    """It has one row less than the dictionary of the task."""
+def test_a_checkpoint_without_mask_gets_a_row(data: dict[str, Path], tmp_path: Path) -> None:
+    """It has one row less than the dictionary of the task. A file with other words is refused."""
     first, second = tmp_path / "first", tmp_path / "second"
     words = ["--arch", "ls_bart_base", *SIZE, "--max-update", "1", "--save-dir"]
     cli_runs.succeed("train", data["translation"], *words, first)
-    words[2:2] = ["--task", "denoising", "--finetune-from-model", first / "checkpoint_last.pt"]
-    done = cli_runs.run("train", data["denoising"], *words, second)
+    path = first / "checkpoint_last.pt"
+    words[2:2] = ["--task", "denoising", "--finetune-from-model", path]
+    cli_runs.succeed("train", data["denoising"], *words, second)
+    state = torch.load(second / "checkpoint_last.pt", weights_only=False)
+    assert len(state["model"]["encoder.embed_tokens.weight"]) == 98
+    state = torch.load(path, weights_only=False)
+    state["extra_state"]["dictionaries"] = dict.fromkeys(("source", "target"), "97:other words")
+    torch.save(state, path)
+    done = cli_runs.run("train", data["denoising"], *words, tmp_path / "third")
     assert done.exit_code == 2, done.output
     (sentence,) = (line for line in done.output.splitlines() if "error:" in line)
     assert "has 98 words with those that --task denoising adds, such as <mask>, but" in sentence
