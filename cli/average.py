@@ -117,6 +117,7 @@ def _load(path: Path) -> Checkpoint:
 
     fairseq_compat.prepare()
     from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint
+    from lightseq_fairseq.layers.adapter import merged
 
     try:
         with path.open("rb") as file:
@@ -125,6 +126,8 @@ def _load(path: Path) -> Checkpoint:
         raise UserError(
             f"{path} cannot be read ({error.strerror or error}): check --inputs."
         ) from error
+    # The mean of products of adapters is not the product of their means.
+    checkpoint["model"] = merged(checkpoint["model"])
     return checkpoint
 
 

@@ -22,10 +22,12 @@ QUANTIZATIONS = (
 @click.argument("source", metavar="CHECKPOINT", type=click.Path(path_type=Path))
 @click.option(
     "--to", required=True,
-    type=click.Choice(["fairseq", "ctranslate2", "huggingface", "safetensors"]),
+    type=click.Choice(["fairseq", "ctranslate2", "huggingface", "safetensors", "peft"]),
     help="fairseq: a checkpoint for stock fairseq. ctranslate2: a model folder for CTranslate2. "
     "huggingface: a folder that AutoModel.from_pretrained of transformers loads. "
-    "safetensors: a folder with model.safetensors, config.json (the options) and the dictionaries.",
+    "safetensors: a folder with model.safetensors, config.json (the options) and the dictionaries. "
+    "peft: a folder with the adapters of --lora-rank alone, for peft; the others add them to the "
+    "weights.",
 )  # fmt: skip
 @click.option(
     "--output", metavar="PATH", type=click.Path(path_type=Path),
@@ -69,8 +71,8 @@ def main(
     if tokenizer and to != "huggingface":
         raise UserError("--tokenizer needs --to huggingface: add it, or remove --tokenizer.")
     if to != "fairseq":
-        _require(to, "safetensors" if to == "huggingface" else to)
-    from lightseq_fairseq.checkpoints import export, to_huggingface
+        _require(to, "ctranslate2" if to == "ctranslate2" else "safetensors")
+    from lightseq_fairseq.checkpoints import export, to_huggingface, to_peft
     from lightseq_fairseq.checkpoints.trained import read
 
     trained = read(source)
@@ -80,6 +82,8 @@ def main(
         export.to_fairseq(trained, output)
     elif to == "huggingface":
         to_huggingface.write(trained, output, data, tokenizer)
+    elif to == "peft":
+        to_peft.write(trained, output)
     else:
         found = export.find_dictionaries(trained, data)
         if to == "ctranslate2":

@@ -155,7 +155,7 @@ def _train(configuration: Any, native: bool, request: Request) -> float:
     with patching.within(target, convert, by="cli.hydra_train"):
         lightseq_train: Any = train.main.callback
         off = dict.fromkeys(("fairseq_help", "pack_tokens", "fp8"), False)
-        lightseq_train(_words(settings), native=native, log_level=None, freeze=None, **off)
+        lightseq_train(_words(settings), native=native, log_level=None, **off)
     try:
         return float(metrics.get_smoothed_value("valid", metric))
     except KeyError:  # no validation, or without this metric

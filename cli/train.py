@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -41,7 +42,25 @@ from lightseq_fairseq.cli.words.argv import ARCH, is_given, value, with_options,
     "optimizer. NAMES are parts of parameter names with commas between them, such as "
     "encoder,embed_tokens or decoder.layers.[0-5]. Also with --native.",
 )
-def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool, freeze: str | None) -> None:
+@click.option(
+    "--lora-rank", type=int, metavar="R",
+    help="Train low-rank adapters (LoRA) of rank R instead of the parameters. Generation and "
+    "lightseq-export add them to the weights. For archs that begin with ls_.",
+)  # fmt: skip
+@click.option(
+    "--lora-alpha", type=float, metavar="A",
+    help="Adapters are multiplied by A / R  [default: 2 R]",
+)  # fmt: skip
+@click.option(
+    "--lora-dropout", type=float, metavar="P",
+    help="Dropout of what the adapters read  [default: 0]",
+)  # fmt: skip
+@click.option(
+    "--lora-on", metavar="NAMES",
+    help="The linear layers that get adapters: q, k, v, out, fc1, fc2, or parts of names, with "
+    "commas between them  [default: q,v]",
+)  # fmt: skip
+def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool, **own: Any) -> None:
     """Train a translation model, a language model or RoBERTa: fairseq-train, accelerated.
 
     Takes the flags of fairseq-train, and refuses by name the few that this package lacks. To use
@@ -68,8 +87,8 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool, freeze: s
     ls_ runs fairseq-train unchanged.
     """
     # own_flags.add_to adds these flags to fairseq's parser
-    frozen = [] if freeze is None else ["--freeze", freeze]
-    words = ["--pack-tokens"] * pack_tokens + ["--fp8"] * fp8 + frozen + words
+    given = {f"--{name.replace('_', '-')}": str(x) for name, x in own.items() if x is not None}
+    words = ["--pack-tokens"] * pack_tokens + ["--fp8"] * fp8 + [*sum(given.items(), ())] + words
 
     def is_native() -> bool:
         return native or not registries.uses_lightseq(words)

@@ -266,7 +266,7 @@ as the command says:
 * **Machine:** `--fp16` or the backend nccl without a GPU, a rank outside the number of ranks, and a
   `--save-dir` that another run uses.
 * **Our own flags:** `--pack-tokens` and `--fp8`, which need our layers; a name in `--freeze` that
-  no parameter has.
+  no parameter has, or in `--lora-on` that no linear layer has; a rank below 1.
 
 `tests/cli/test_native_refusals.py` runs examples of each kind with `--native`.
 """

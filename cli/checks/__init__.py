@@ -70,6 +70,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("machine:precision", "train"),
         Check("own_flags:pack_tokens", "train"),
         Check("own_flags:fp8", "train"),
+        Check("own_flags:lora", "train"),
         Check("checkpoints:first", "train"),
         Check("checkpoints:best_metric", "train"),
         Check("checkpoints:head_to_validate", "validate"),

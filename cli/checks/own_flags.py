@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words import registries
 from lightseq_fairseq.cli.words.argv import is_native
 
-_OF_COMMON = ("fp8", "freeze")  # of these, fairseq's section "common" has no setting
+_LORA = {"lora_rank": int, "lora_alpha": float, "lora_dropout": float, "lora_on": str}
+# Of these, fairseq's section "common" has no setting.
+_OF_COMMON = ("fp8", "freeze", *_LORA)
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +26,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             flag, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
-    parser.add_argument("--freeze", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for name, kind in {"freeze": str, **_LORA}.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def with_own(convert: Callable[..., Any], args: argparse.Namespace) -> Any:
@@ -83,3 +88,31 @@ def fp8(request: Request) -> None:
         )
     if not args.bf16:
         raise UserError("--fp8 needs --bf16, the precision of everything but products: add --bf16.")
+
+
+def lora(request: Request) -> None:
+    """Raises UserError if --lora-rank or a flag that belongs to it cannot be used."""
+    args = request.args
+    given = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in _LORA}
+    first = next((flag for flag, value in given.items() if value is not None), None)
+    if first is None:
+        return
+    if given["--lora-rank"] is None:
+        raise UserError(
+            f"{first} needs --lora-rank, as in --lora-rank 16: add it, or remove {first}."
+        )
+    if is_native() or not registries.is_fused(args.arch):
+        raise UserError(
+            "--lora-rank needs our layers: use an --arch that begins with ls_, without --native, "
+            "or remove --lora-rank."
+        )
+    if hasattr(args, "fp8"):
+        raise UserError("--lora-rank trains adapters in bf16, not in fp8: remove --fp8.")
+    for flag, least, fits in (
+        ("--lora-rank", "at least 1", lambda value: value >= 1),
+        ("--lora-alpha", "above 0", lambda value: 0 < value < math.inf),
+        ("--lora-dropout", "at least 0 and below 1", lambda value: 0 <= value < 1),
+    ):
+        value = given[flag]
+        if value is not None and not fits(value):
+            raise UserError(f"{flag} is {value}, but must be {least}: change it.")

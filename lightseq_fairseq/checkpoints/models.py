@@ -12,6 +12,7 @@ from omegaconf import DictConfig, open_dict
 
 from lightseq_fairseq.checkpoints.names import ls_arch, native_name
 from lightseq_fairseq.fairseq_compat import patching
+from lightseq_fairseq.layers.adapter import merged
 from lightseq_fairseq.plugins.flat_model import with_dictionaries
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def _load(
     path: str, arg_overrides: Any = None, load_on_all_ranks: bool = False,
 ) -> Any:  # fmt: skip
     state = original(path, arg_overrides, load_on_all_ranks)
+    state["model"] = merged(state["model"])
     args: Any = state.get("args") or getattr(state.get("cfg"), "model", None)
     if args is not None and not {"_name", "arch"} & set(arg_overrides or ()):
         choose(args, state, path)

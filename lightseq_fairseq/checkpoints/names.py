@@ -17,11 +17,9 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.base.families import PREFIX
 from lightseq_fairseq.plugins.unsupported import unsupported_option
 
-_OWN_SETTINGS = (
-    "pack_tokens",
-    "fp8",
-    "freeze",
-)  # settings of lightseq-train that fairseq does not know
+# Settings of lightseq-train that fairseq does not know.
+_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_on")
+_OWN_SETTINGS = ("pack_tokens", "fp8", "freeze", *_LORA)
 _REGISTRIES = {
     "arch": ARCH_MODEL_REGISTRY,
     "criterion": CRITERION_REGISTRY,

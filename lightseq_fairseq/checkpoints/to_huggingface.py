@@ -24,7 +24,7 @@ from lightseq_fairseq.checkpoints.vocabulary import read_json
 
 Tensors = dict[str, Tensor]
 _HEADS = "classification_heads."
-_HEAD = f"{_HEADS}sentence_classification_head"  # the name in `counterparts`
+HEAD = f"{_HEADS}sentence_classification_head"  # the name in `counterparts`
 _FIRST_WORDS = {
     "bos_token_id": 0,
     "pad_token_id": 1,
@@ -53,10 +53,7 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     if tokenizer is not None and (tokenizer / "config.json").exists():
         like = read_json(tokenizer / "config.json")
     args = copy.copy(trained.args)
-    positions: Any = trained.model.max_positions()
-    first, last = positions if isinstance(positions, tuple) else (positions, positions)
-    args.max_positions = args.max_source_positions = first
-    args.max_target_positions = last
+    with_positions(args, trained.model)
     weights = trained.model.state_dict()
     preferred = like.get("model_type")
     if trained.family is families.LANGUAGE_MODEL and preferred not in counterparts.XGLM.types:
@@ -101,6 +98,14 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
         except SafetensorError as error:
             raise OSError(str(error)) from error
         shutil.copymode(place / "config.json", place / "model.safetensors")
+
+
+def with_positions(args: Any, model: Any) -> None:
+    """Set the numbers of positions in a model's options as the model has them."""
+    positions = model.max_positions()
+    first, last = positions if isinstance(positions, tuple) else (positions, positions)
+    args.max_positions = args.max_source_positions = first
+    args.max_target_positions = last
 
 
 def _use_embeddings_of_gpt2(args: Any, weights: Tensors) -> None:
@@ -164,7 +169,7 @@ def _theirs(
     seen: set[int] = set()
     for ours, value in weights.items():
         pointer = value.data_ptr()
-        theirs = record.theirs(re.sub(rf"^{_HEADS}\w+", _HEAD, ours))
+        theirs = record.theirs(re.sub(rf"^{_HEADS}\w+", HEAD, ours))
         if (
             ours.endswith((".version", "_float_tensor"))
             or (record.fused and re.search(r"\.[kv]_proj\.", ours))  # stored with q

@@ -30,6 +30,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import Family
 from lightseq_fairseq.checkpoints import names
 from lightseq_fairseq.fairseq_compat.checkpoints import load_checkpoint
+from lightseq_fairseq.layers.adapter import merged
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Trained:
     args: Namespace  #: the options, with native fairseq names only
     model: BaseFairseqModel  #: float32, on the CPU; only its parameters have memory
     family: Family  #: of the model
+    adapters: dict[str, Tensor]  #: of the file, by name; the model's weights include them
 
 
 def read(source: Path) -> Trained:
@@ -56,6 +58,8 @@ def read(source: Path) -> Trained:
             f"{source} cannot be read ({error.strerror or error}): check its path."
         ) from error
     args, family = _options(state, source)
+    adapters = {name: value for name, value in state["model"].items() if ".lora." in name}
+    state["model"] = merged(state["model"])
     try:
         source_size, target_size = sizes_of(state["model"])
         task = SimpleNamespace(
@@ -74,7 +78,7 @@ def read(source: Path) -> Trained:
             f"{source} does not contain the model that its options describe ({short(error)}): use "
             "a checkpoint that training wrote."
         ) from error
-    return Trained(state, args, model.eval(), family)
+    return Trained(state, args, model.eval(), family, adapters)
 
 
 def _in_float32(weights: dict[str, Tensor]) -> dict[str, Tensor]:

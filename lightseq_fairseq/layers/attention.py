@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.layers.adapter import adapter_of
 from lightseq_fairseq.layers.node import Input
 from lightseq_fairseq.layers.stack import Sublayer
 from lightseq_fairseq.layers.weight import Weight
@@ -142,7 +143,8 @@ class MultiheadAttention(nn.Module):
         sources = [self.k_proj, self.v_proj]
         read = [self.q_proj, *(sources if memory is None else [])]
         return Attention(
-            norm=norm, first=Weight.of(*read), last=Weight.of(self.out_proj, bias=False),
+            norm=norm, first=Weight.of(*read, rng=dropout.rng),
+            last=Weight.of(self.out_proj, bias=False, rng=dropout.rng),
             bias=self.out_proj.bias, dropout=dropout,
             columns=None if memory is None else slice(place * width, (place + 1) * width),
             heads=self.num_heads, arguments=arguments, keys_values=memory,
@@ -156,7 +158,10 @@ class MultiheadAttention(nn.Module):
         [H, B, L, S], indexed like the padded batches, zero at source pads; differentiable.
         """
         heads = self.num_heads
-        q = F.linear(x, self.q_proj.weight, self.q_proj.bias) * (x.shape[1] // heads) ** -0.5
+        q = F.linear(x, self.q_proj.weight, self.q_proj.bias)
+        if (adapter := adapter_of(self.q_proj)) is not None:
+            q = q + adapter(x)
+        q = q * (x.shape[1] // heads) ** -0.5
         k = memory[:, : x.shape[1]]
         q, k = (
             side.pad(rows).unflatten(2, (heads, -1)).permute(2, 0, 1, 3)

@@ -67,9 +67,9 @@ def _memory(layers: Iterable[DecoderLayer]) -> list[nn.Linear]:
     return [p for block in blocks for p in (block.k_proj, block.v_proj)]
 
 
-def memory_weight(layers: Iterable[DecoderLayer]) -> Weight:
+def memory_weight(layers: Iterable[DecoderLayer], rng: Tensor | None = None) -> Weight:
     """By which one product makes keys and values [T_src, 2 * C] of all layers, side by side."""
-    return Weight.of(*_memory(layers))
+    return Weight.of(*_memory(layers), rng=rng)
 
 
 def _products(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[nn.Linear]]:
@@ -133,7 +133,7 @@ def run_decoder(
     inputs = Input.of(x), Input.of(encoder_out)
     if not stack:
         return run_encoder([], last_norm, inputs[0].x, target, rng)
-    memory = memory_weight(stack)
+    memory = memory_weight(stack, rng)
     sublayers = [
         layer.sublayers(target, source, rng, causal, memory, place)
         for place, layer in enumerate(stack)

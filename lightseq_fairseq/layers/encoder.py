@@ -60,8 +60,8 @@ class TransformerLayer(nn.Module):
         """The sublayer; it has two dropout sites, from ``site`` on."""
         p = self.activation_dropout if self.training else 0.0
         return FeedForward(
-            norm=self.final_layer_norm, first=Weight.of(self.fc1, bias=False),
-            last=Weight.of(self.fc2, bias=False), bias=self.fc2.bias,
+            norm=self.final_layer_norm, first=Weight.of(self.fc1, bias=False, rng=rng),
+            last=Weight.of(self.fc2, bias=False, rng=rng), bias=self.fc2.bias,
             dropout=self.output_dropout(rng, site + 1), first_bias=self.fc1.bias,
             activation=self.activation, inner_dropout=Dropout(p, rng, site),
             trains=torch.is_grad_enabled(),

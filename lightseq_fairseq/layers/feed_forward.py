@@ -40,7 +40,19 @@ class FeedForward(Sublayer):
     def parameters(self) -> tuple[Tensor, ...]:
         return *super().parameters, self.first_bias
 
+    @property
+    def _has_adapters(self) -> bool:
+        """Then no op has the activation and a product in one, since adapters add in between."""
+        return bool(self.first.adapters or self.last.adapters)
+
     def forward(self, x: Input, memory: Tensor | None) -> tuple[Tensor, Any]:
+        if self._has_adapters:
+            z, of_x = self.first.multiply(x)
+            h = ops.bias_activation_dropout_fwd(
+                z, self.first_bias, self.activation, self.inner_dropout
+            )
+            y, of_h = self.last.multiply(Input(h))
+            return y, (of_x, of_h, z)
         operand, of_x = self.first.operand(x)
         cast = self.last.input_cast
         h, transpose, slope = ops.linear_activation_fwd(
@@ -56,8 +68,16 @@ class FeedForward(Sublayer):
         self, dh: Operand, kept: Any, to: Gradients, onto: Tensor | None, dmemory: Tensor | None
     ) -> Tensor:
         of_x, of_h, slope = kept
+        if self._has_adapters:  # then it is z
+            dy = self.last.backward(dh, of_h, to)
+            with to.of([self.first_bias]) as ((dbias,), accumulate):
+                dz = ops.bias_activation_dropout_bwd(
+                    dy, slope, self.first_bias, self.activation, self.inner_dropout, dbias,
+                    accumulate,
+                )  # fmt: skip
+            return self.first.backward(dz, of_x, to, onto=onto)
         cast = self.first.gradient_cast
-        with to.of([self.first_bias], self.last.parameters) as ((dbias, dweight), accumulate):
+        with to.of([self.first_bias], self.last.weights) as ((dbias, dweight), accumulate):
             dz, transpose = ops.activation_linear_bwd(
                 self.last.gradient(dh), self.last.kept_operand(of_h, dh), self.last.matrix, slope,
                 self.inner_dropout.p, dweight, dbias, accumulate, self.first_bias, cast,

@@ -9,12 +9,15 @@ Shapes: T = packed tokens, K = inputs, N = outputs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.layers.adapter import Added, adapter_of
 from lightseq_fairseq.layers.node import Input
 from lightseq_fairseq.memory import passes
 from lightseq_fairseq.memory.gradients import Gradients
@@ -33,6 +36,7 @@ class Weight:
         biases: of the same rows; empty if this product adds none.
         spared: a single weight, and perhaps its bias, are read with their spare rows.
         added: [N], in place of biases: a constant, which gets no gradient.
+        adapters: added to parts of the product, which is then not in fp8.
 
     Attributes:
         input_cast, gradient_cast: how the ops that produce the product's input and the gradient of
@@ -41,38 +45,50 @@ class Weight:
 
     def __init__(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), spared: bool = False,
-        added: Tensor | None = None,
+        added: Tensor | None = None, adapters: Sequence[Added] = (),
     ) -> None:  # fmt: skip
-        self.parameters = (*weights, *biases)
-        self._weights, self._biases, self._spared = weights, biases, spared
+        self.parameters = (*weights, *biases, *(p for each in adapters for p in each.parameters))
+        self.adapters, self.weights = adapters, weights
+        self._biases, self._spared = biases, spared
         self._is_trained = any(weight.requires_grad for weight in weights)
         self._added = added
-        self._fp8 = fp8 = passes.current().fp8.operands(weights)
+        self._fp8 = fp8 = None if adapters else passes.current().fp8.operands(weights)
         self.input_cast: Cast | None = None if fp8 is None else fp8.input
         self.gradient_cast: Cast | None = None if fp8 is None else fp8.gradient
 
     @classmethod
-    def of(cls, *projections: nn.Linear, bias: bool = True) -> Weight:
-        """Of one or more ``nn.Linear``; bias: the product adds their biases."""
-        return cls([p.weight for p in projections], [p.bias for p in projections if bias])
+    def of(cls, *projections: nn.Linear, bias: bool = True, rng: Tensor | None = None) -> Weight:
+        """Of one or more ``nn.Linear``; bias: the product adds their biases. rng: of the dropout of
+        their adapters, in training."""
+        ends = [0, *itertools.accumulate(p.out_features for p in projections)]
+        adapters = [
+            Added(adapter, slice(start, end), rng)
+            for p, start, end in zip(projections, ends, ends[1:], strict=False)
+            if (adapter := adapter_of(p)) is not None
+        ]
+        biases = [p.bias for p in projections if bias]
+        return cls([p.weight for p in projections], biases, adapters=adapters)
 
     @property
     def matrix(self) -> Operand:
         if self._fp8 is not None:
             return self._fp8.matrix
-        return read_as_one(self._weights, self._spared)
+        return read_as_one(self.weights, self._spared)
 
     @property
     def bias(self) -> Tensor | None:
         return read_as_one(self._biases, self._spared) if self._biases else self._added
 
-    def multiply(self, x: Input, *, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+    def multiply(self, x: Input, *, keep: bool = False) -> tuple[Tensor, Any]:
         """x weight^T + bias [T, N], and what backward needs of x [T, K].
 
         keep: it is needed even if the weights are frozen.
         """
         operand, kept = self.operand(x, keep)
-        return ops.linear_fwd(operand, self.matrix, self.bias), kept
+        y = ops.linear_fwd(operand, self.matrix, self.bias)
+        if self.adapters:
+            return y, (kept, x.x, [each.add(x.x, y) for each in self.adapters])
+        return y, kept
 
     def operand(self, x: Input, keep: bool = False) -> tuple[Operand, Tensor | None]:
         """x as an op reads it, and what backward needs of it: x, or if it exists its transpose;
@@ -93,7 +109,7 @@ class Weight:
 
         If nothing was kept, no op reads it: it has only the right shape for the gradient ``dy``.
         """
-        rows, inputs = len(matrix(dy)), self._weights[0].shape[1]
+        rows, inputs = len(matrix(dy)), self.weights[0].shape[1]
         if self._fp8 is None:
             return matrix(dy).new_empty(rows, inputs) if kept is None else kept
         scale = self._fp8.input.scale
@@ -128,7 +144,7 @@ class Weight:
         return dy
 
     def backward(
-        self, dy: Operand, kept: Tensor | None, to: Gradients, need_dx: bool = True,
+        self, dy: Operand, kept: Any, to: Gradients, need_dx: bool = True,
         onto: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """dx [T, K], unless it is added ``onto`` another gradient of x or not needed.
@@ -136,9 +152,17 @@ class Weight:
         dy: [T, N], memory of `gradient_like`, or cast by ``gradient_cast``.
         to: receives the gradients of the parameters.
         """
-        groups = self._weights, self._biases
+        groups = self.weights, self._biases
+        given = dy
+        if self.adapters:
+            kept, x_of_adapters, hidden = kept
         with to.of(*groups, spared=self._spared) as ((dweight, dbias), accumulate):
             dy, x = self.gradient(dy, dbias, accumulate), self.kept_operand(kept, dy)
             dbias = dbias if self._fp8 is None else None
             need_dx = need_dx and onto is None
-            return ops.linear_bwd(dy, x, self.matrix, dweight, dbias, onto, accumulate, need_dx)
+            dx = ops.linear_bwd(dy, x, self.matrix, dweight, dbias, onto, accumulate, need_dx)
+        for each, h in zip(self.adapters, hidden if self.adapters else (), strict=True):
+            assert isinstance(given, Tensor)
+            target = onto if onto is not None else dx if need_dx else None
+            each.backward(given, x_of_adapters, h, to, target)
+        return dx

@@ -35,7 +35,7 @@ def freeze(model: Any, patterns: str | None) -> None:
         return
     named = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns.split(","):
-        found = [parameter for name, parameter in named if _matches(name, pattern.strip())]
+        found = [parameter for name, parameter in named if matches(name, pattern.strip())]
         if not found:
             words = sorted({w for name, _ in named for w in name.split(".") if not w.isdigit()})
             raise UserError(
@@ -50,7 +50,7 @@ def freeze(model: Any, patterns: str | None) -> None:
         model.flatten()
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """Whether adjacent words of a name match the words of a pattern."""
     words, wanted = name.split("."), pattern.split(".")
     starts = range(len(words) - len(wanted) + 1)

@@ -14,7 +14,7 @@ from fairseq.logging import metrics
 from fairseq.optim.lr_scheduler import polynomial_decay_schedule, reduce_lr_on_plateau
 from fairseq_cli import train
 
-from lightseq_fairseq.training import freezing
+from lightseq_fairseq.training import freezing, lora
 from lightseq_fairseq.training.stopping import STOPPING
 
 _KEPT = "lightseq_stopping"  # the key in extra_state
@@ -22,14 +22,15 @@ _PATIENCE = ("best", "num_runs")  # attributes of fairseq's function `should_sto
 
 
 class ResumableTrainer(native.Trainer):
-    """``fairseq.trainer.Trainer`` with ``--freeze``, whose ranks agree on signals, and whose
-    checkpoints have the state of all schedules and of ``--patience``."""
+    """``fairseq.trainer.Trainer`` with ``--freeze`` and ``--lora-rank``, whose ranks agree on
+    signals, and whose checkpoints have the state of all schedules and of ``--patience``."""
 
     # The epoch within which the run resumes, and the state of its schedule; None once it begins.
     _within: tuple[int, dict[str, Any]] | None = None
 
     def __init__(self, cfg: Any, task: Any, model: Any, *others: Any) -> None:
-        """Raises UserError if --freeze does not fit the model."""
+        """Raises UserError if --freeze or --lora-on does not fit the model."""
+        lora.add(model, cfg.common)
         freezing.freeze(model, getattr(cfg.common, "freeze", None))
         super().__init__(cfg, task, model, *others)
 

@@ -22,7 +22,7 @@ from lightseq_fairseq.memory import graphs
 from lightseq_fairseq.plugins.optimizer import FP16Optimizer, accept_other_precision
 from lightseq_fairseq.step.adafactor import Adafactor
 from lightseq_fairseq.step.flat_adam import FlatAdam
-from lightseq_fairseq.training import background, batch, captured, full_batches
+from lightseq_fairseq.training import background, batch, captured, full_batches, lora
 from lightseq_fairseq.training.background import WRITER
 from lightseq_fairseq.training.captured import CapturedTraining
 from lightseq_fairseq.training.progress import EpochProgress
@@ -303,6 +303,7 @@ class Trainer(ResumableTrainer):
                     raise UserError(sentence)
                 if sentence is not None:
                     logger.warning(sentence)
+            state["model"] = lora.fit(state["model"], self.get_model())
             if not reset_optimizer:
                 optimizer_order.follow_model(state, self.get_model())
                 accept_other_precision(state, self.cfg)

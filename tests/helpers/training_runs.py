@@ -169,7 +169,7 @@ def configure(data: Path, save_dir: Path, flags: dict[str, Any]) -> Any:
     named = {name.replace("_", "-"): value for name, value in flags.items()}
     # Flags that are not fairseq's.
     own = {"pack_tokens": True} if named.pop("pack-tokens", None) else {}
-    args = Namespace(fp8=named.pop("fp8", None), freeze=named.pop("freeze", None))
+    args = Namespace(**{x: named.pop(x.replace("_", "-"), None) for x in own_flags._OF_COMMON})
     cfg = parse(command_line(data, save_dir, named))
     vars(cfg.model).update(own)
     return own_flags.with_own(lambda _: cfg, args)

@@ -149,6 +149,18 @@ def test_captured_and_eager_are_equal_with_frozen_parameters(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("recomputed", [{}, {"checkpoint_activations": True}])
+def test_captured_and_eager_are_equal_with_adapters(
+    precision: str, recomputed: dict[str, Any], found: Callable[..., Found]
+) -> None:
+    flags = {**ON_GPU, **PRECISIONS[precision], **recomputed, "max_update": 24}
+    flags |= {"lora_rank": 8, "lora_on": "q,k,v,out,fc1,fc2", "lora_dropout": 0.1}
+    captured = found("captured", **flags)
+    assert_same(captured, found("eager", captured=False, **flags))
+    assert len(captured.losses) == 24
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("flags", [{}, {"beta1": 0.9, "scale_parameter": True, "lr": 0.1}])
 def test_captured_and_eager_are_equal_with_adafactor(
     precision: str, flags: dict[str, Any], found: Callable[..., Found]
