@@ -1,7 +1,7 @@
 """Incremental decoding for fairseq's own generators, which call the decoder token by token.
 
 These generators select, reorder and drop hypotheses themselves (constraints, ensembles, --lm-path,
-prefixes of translations). Keys and values are in the same static buffers as in our own
+prefixes with </s>). Keys and values are in the same static buffers as in our own
 search. The decoder's part of a step is replayed as a graph when its shapes repeat.
 
 Shapes: N = hypotheses, C = model width, T = packed source tokens, B = sentences, S = padded source

@@ -1,4 +1,4 @@
-"""Prompts: the tokens with which a language model's hypotheses begin.
+"""Prompts: the tokens with which a language model's hypotheses begin; forced tokens of others.
 
 `prefill` passes all prompts of a batch through the decoder at once. The search begins at the end of
 the shortest prompt. All hypotheses are at the same position. So until a longer prompt ends,
@@ -6,6 +6,9 @@ the shortest prompt. All hypotheses are at the same position. So until a longer 
 
 A hypothesis consists of the first decoder input (position 0), the prompt, and the tokens that were
 found. As in fairseq, scores include those of the prompt's tokens.
+
+The tokens that translations begin with are few, such as that of a language: `force` replaces the
+candidates by them, step by step from the first.
 
 Shapes: B = sentences, S = slots (B or more), T = packed tokens of all prompts, L = longest prompt,
 W = candidates per row, V = vocabulary.
@@ -125,12 +128,17 @@ def _log_probabilities(
     size = max(_LOGITS // decoder.output_projection.weight.shape[0], 1)
     logs = []
     for features, labels in zip(x.split(size), following.split(size), strict=True):
-        logits = decoder.output_layer(features)
-        if options.temperature != 1.0:
-            logits = logits.float() / options.temperature
-        logs.append(-ops.cross_entropy_fwd(logits, labels, 0.0, options.pad, False)[1].float())
-    result = torch.cat(logs).nan_to_num_(-torch.inf, torch.inf, -torch.inf)
-    return result - options.unk_penalty * (following == options.unk)
+        logs.append(_log_probability(decoder.output_layer(features), labels, options))
+    return torch.cat(logs)
+
+
+def _log_probability(logits: Tensor, labels: Tensor, options: SearchOptions) -> Tensor:
+    """As `_log_probabilities`, from the logits [T, V]."""
+    if options.temperature != 1.0:
+        logits = logits.float() / options.temperature
+    logs = -ops.cross_entropy_fwd(logits, labels, 0.0, options.pad, False)[1].float()
+    logs = logs.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+    return logs - options.unk_penalty * (labels == options.unk)
 
 
 def follow(
@@ -163,3 +171,40 @@ def follow(
     scores = torch.where(goes_on, total, scores)
     tokens = torch.where(goes_on, (token + place) % classes, tokens)
     return scores.flatten(0, 1), tokens.flatten(0, 1)
+
+
+def keep_forced(memory: SearchBuffers, forced: Tensor, beam: int) -> None:
+    """Write the forced tokens int64 [B, P] where `force` reads them, before the first step.
+
+    Token t is at position t + 1 of the first row of its sentence. A step writes its own position,
+    so it overwrites only tokens that were read.
+    """
+    sentences, count = forced.shape
+    tokens = forced.t().to(memory.device, torch.int32, non_blocking=True)
+    memory.past_tokens[1 : count + 1, : sentences * beam : beam] = tokens
+
+
+def force(
+    memory: SearchBuffers, options: SearchOptions, logits: Tensor, scores: Tensor,
+    candidates: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The candidates [S * beam, W], replaced in sentences with a forced token at this step.
+
+    There each row has one candidate with a finite score: that token.
+
+    logits: [S * beam, V]. scores: float32 [S * beam], sums so far.
+    """
+    past, found = candidates
+    slots = len(logits) // options.beam
+    sentences = memory.sentences[:slots].clamp_min(0).long()
+    at = (memory.step + 1).clamp_max(memory.positions - 1)[None]
+    token = memory.past_tokens.index_select(0, at)[0].index_select(0, sentences * options.beam)
+    is_forced = (token != options.pad) & (memory.step < memory.progress[Progress.MAX_LEN])
+    # Of a slot without a sentence, and after the last forced token, any number may be there.
+    token = token.where(is_forced, options.pad).repeat_interleave(options.beam)[:, None]
+    total = scores + _log_probability(logits, token[:, 0], options)
+    place = torch.arange(past.shape[1], dtype=torch.int32, device=past.device)
+    alone = total[:, None].expand_as(past).masked_fill(place > 0, -torch.inf)
+    goes_on = token != options.pad
+    following = (token + place) % logits.shape[1]
+    return torch.where(goes_on, alone, past), torch.where(goes_on, following, found)

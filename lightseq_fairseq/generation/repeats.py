@@ -11,17 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightseq_fairseq import ops
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
 
 
 def block(
-    memory: SearchBuffers, logits: Tensor, scores: Tensor, size: int, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] with -inf for blocked tokens, and the scores [N] that go with them.
+    memory: SearchBuffers, logits: Tensor, scores: Tensor, size: int, temperature: float, pad: int
+) -> Tensor:
+    """Write -inf into the logits [N, V] for blocked tokens; the scores [N] that go with them.
 
     fairseq blocks tokens after the softmax: the probabilities of the others stay as they are, and
-    the sum is below 1. The scores are lowered by as much as the softmax of the returned logits
-    raises the probabilities.
+    the sum is below 1. The scores are lowered by as much as the softmax of the new logits raises
+    the probabilities. pad, which no search selects, is blocked in all rows.
 
     size: n, at least 2. The n-grams include the first decoder input.
     Source: ``fairseq.ngram_repeat_block.NGramRepeatBlock``.
@@ -38,13 +39,19 @@ def block(
     for offset in range(last):
         newest = tokens.index_select(0, (step - (last - 1) + offset).clamp_min(0)[None])
         repeats = repeats & (tokens[offset : offset + starts] == newest)
-    blocked = torch.zeros(rows, logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
-    which = tokens[last : last + starts].long().masked_fill(~repeats, logits.shape[1])
-    blocked = blocked.scatter_(1, which.t(), True)[:, :-1]
-    kept = logits.masked_fill(blocked, -torch.inf)
-    before, after = (
-        torch.logsumexp(each.float() / temperature, 1).nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        for each in (logits, kept)
-    )
+    which = tokens[last : last + starts].long().masked_fill(~repeats, pad)
+    before = _log_sum(logits, temperature)
+    logits.scatter_(1, which.t(), -torch.inf)
+    after = _log_sum(logits, temperature)
     # A row without any possible token gets the score -inf, as a row whose logits are NaN.
-    return kept, (scores + (after - before)).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    return (scores + (after - before)).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+
+
+def _log_sum(logits: Tensor, temperature: float) -> Tensor:
+    """log(sum(exp(logits / temperature))) of each row, float32 [N]; without temperature, no copy of
+    the logits is made, which are large if V is."""
+    if temperature != 1.0:
+        logits = logits.float() / temperature
+    no_labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    lse = ops.cross_entropy_fwd(logits, no_labels, 0.0, 0, False)[2]
+    return lse.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)

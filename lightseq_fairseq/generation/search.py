@@ -32,6 +32,7 @@ MOST_BEAM = 64  # the largest beam that the CUDA kernels support
 def search(
     steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, options: SearchOptions,
     first: int, max_len: int, positions: int, rng: Tensor | None = None,
+    forced: Tensor | None = None,
 ) -> list[list[LazyHypothesis]]:  # fmt: skip
     """The results of each sentence, best first, as fairseq's ``SequenceGenerator`` gives them.
 
@@ -45,6 +46,8 @@ def search(
         max_len: the most tokens of a result, without eos.
         positions: positions to allocate at first; more are allocated when needed.
         rng: int64 [2], for sampling.
+        forced: int64 [B, P], with an encoder the tokens that results begin with; pads, which may
+            only follow them, force nothing. It has no eos.
 
     Returns: a list for each sentence, see ``generation.results.LazyHypothesis``.
     """
@@ -58,17 +61,21 @@ def search(
     if encoder is None:
         tokens = prompts.with_first(tokens, first, options, max_len)
         positions = max(positions, prompts.room(tokens.shape[1], device))
+    after_forced = 0 if forced is None else min(forced.shape[1], max_len)
+    positions = max(positions, after_forced + 1)
     longest = tokens.shape[1]
     try:
         memory = steps.open(encoder, decoder, tokens, rows, positions)
         _start(memory, sentences, options, first, max_len)
-        step, left, after_prompts = 0, sentences, 0
+        step, left, after_prompts = 0, sentences, after_forced
         if encoder is None:
             step, left = prompts.begin(memory, sentences, options)
             after_prompts = longest - 1
         memory.send()
         if rng is not None:
             memory.rng.copy_(rng)
+        if forced is not None:
+            prompts.keep_forced(memory, forced[:, :after_forced], beam)
         if encoder is None:
             prompts.prefill(steps, decoder, rows // beam, longest, options, table)
         else:
@@ -122,7 +129,8 @@ def _advance(
 ) -> None:
     """One step of all hypotheses, on buffers at fixed addresses.
 
-    follows: a prompt may be longer than the hypotheses. Then min_len is ignored, as in fairseq.
+    follows: a prompt or the forced tokens may be longer than the hypotheses. Then min_len is
+    ignored, as in fairseq.
     """
     memory, beam = steps.memory, options.beam
     x, _ = steps.features(decoder, rows, beam)
@@ -131,8 +139,8 @@ def _advance(
     scores, sentences = memory.scores[: slots * beam], memory.sentences[:slots]
     so_far = scores
     if options.no_repeat_ngram:
-        logits, so_far = repeats.block(
-            memory, logits, scores, options.no_repeat_ngram, options.temperature
+        so_far = repeats.block(
+            memory, logits, scores, options.no_repeat_ngram, options.temperature, options.pad
         )
     if follows:
         options = replace(options, min_len=0)
@@ -145,7 +153,9 @@ def _advance(
         candidates = ops.beam_candidates(
             logits, so_far, memory.progress, count=2 * beam, **options.of_tokens()
         )
-    if follows:
+    if follows and memory.reads_source:
+        candidates = prompts.force(memory, options, logits, so_far, candidates)
+    elif follows:
         candidates = prompts.follow(memory, slots, options, candidates, logits.shape[1])
     ops.beam_advance(
         *candidates,

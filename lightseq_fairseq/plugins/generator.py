@@ -47,8 +47,10 @@ class LSSequenceGenerator(SequenceGenerator):
         options = None
         if constraints is None and "src_tokens" in inputs:
             options = self._options()
-        # Only fairseq's search supports prefixes of translations, and diverse groups with prompts.
-        if prefix_tokens is not None and (encoder is not None or (options and options.groups > 1)):
+        forced = prefix_tokens if encoder is not None else None
+        # Only fairseq's search supports diverse groups with prefixes, and prefixes with </s>.
+        in_groups = prefix_tokens is not None and options is not None and options.groups > 1
+        if in_groups or (forced is not None and bool((forced == self.eos).any())):
             options = None
         if options is None:
             # fairseq's search needs all tensors on the model's device.
@@ -74,7 +76,7 @@ class LSSequenceGenerator(SequenceGenerator):
             rng[:1].random_()
         return search(
             model.decoder.steps, encoder, model.decoder, tokens, options,
-            self.eos if bos_token is None else bos_token, max_len, positions, rng,
+            self.eos if bos_token is None else bos_token, max_len, positions, rng, forced,
         )  # fmt: skip
 
     @property

@@ -100,7 +100,7 @@ def test_prefixes_and_another_first_token(toy: Toy, searches: list[Any]) -> None
             found.append(dict(enumerate(results)))
     assert_close(found[0], found[2])
     assert_close(found[1], found[3])
-    assert len(searches) == 1
+    assert len(searches) == 2
 
 
 def inputs(toy: Toy, sample: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -450,3 +450,44 @@ def test_which_generator_a_task_builds(toy: Toy) -> None:
     assert LSSequenceGenerator([toy.ls], words)._options() is not None
     assert LSSequenceGenerator([toy.ls], words, match_source_len=True)._options() is None
     assert LSSequenceGenerator([toy.ls], words, tokens_to_suppress=("one",))._options() is None
+
+
+PREFIXED: dict[str, dict[str, Any]] = {
+    "beam": {"beam": 3},
+    "trigrams": {"beam": 4, "no_repeat_ngram_size": 3, "min_len": 12, "lenpen": 2},
+    "temperature": {"beam": 2, "temperature": 1.5, "unkpen": -1},
+    "longer-than-results": {"beam": 3, "max_len_a": 0, "max_len_b": 2},
+}
+
+
+@pytest.mark.parametrize("options", PREFIXED.values(), ids=PREFIXED)
+def test_forced_tokens(toy: Toy, options: dict[str, Any], searches: list[Any]) -> None:
+    """Of several lengths, none, unlikely ones, and <unk>."""
+    sample = next(iter(held_out(toy.task)))
+    words = len(toy.task.target_dictionary)
+    prefix = torch.randint(4, words, (len(sample["id"]), 3), generator=torch.manual_seed(5))
+    prefix[::2] = sample["target"][::2, :3]
+    prefix[::3, 1:] = prefix[1::3, 2:] = prefix[0] = toy.task.target_dictionary.pad()
+    prefix[4, 0] = toy.task.target_dictionary.unk()
+    found = []
+    for model in (toy.ls, toy.native):
+        generator = toy.task.build_generator([model], GenerationConfig(**options))
+        found.append(generator.generate([model], sample, prefix_tokens=prefix))
+    assert_close(*found)
+    assert len(searches) == 1
+    for hypotheses, forced in zip(found[0], prefix.tolist(), strict=True):
+        forced = [token for token in forced if token != 1][: int(options.get("max_len_b", 3))]
+        assert all(h["tokens"].tolist()[: len(forced)] == forced for h in hypotheses)
+
+
+def test_a_prefix_that_ends_a_sentence_is_fairseqs(toy: Toy, searches: list[Any]) -> None:
+    sample = next(iter(held_out(toy.task)))
+    prefix = sample["target"][:, :2].clone()
+    prefix[3, 1] = toy.task.target_dictionary.eos()
+    found = []
+    for model in (toy.ls, toy.native):
+        generator = toy.task.build_generator([model], GenerationConfig(beam=3))
+        found.append(generator.generate([model], sample, prefix_tokens=prefix))
+    assert_close(*found)
+    assert not searches
+    assert found[0][3][0]["tokens"].tolist() == prefix[3].tolist()
