@@ -12,9 +12,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq import utils
 from fairseq.data import Dictionary
 from torch import Tensor
 
@@ -103,12 +105,28 @@ def _added(settings: dict[str, Any]) -> list[str]:
         languages.add_tokens(dictionary, settings, languages.languages_of(settings))
         return list(dictionary.symbols[dictionary.nspecial :])
     task = families.tasks().get(name)
-    codes = settings.get("langs") or ""
-    codes = codes.split(",") if isinstance(codes, str) else list(codes)
     found: list[str] = []
     for symbol in task.symbols if task else ():
-        found += [symbol.format(langs=code) for code in codes] if "{" in symbol else [symbol]
+        has_languages = "{langs}" in symbol
+        found += (
+            [symbol.format(langs=code) for code in _codes(settings)] if has_languages else [symbol]
+        )
     return found
+
+
+def _codes(settings: dict[str, Any]) -> list[str]:
+    """The languages of a task that reads a folder for each, or has --langs."""
+    if not settings.get("add_lang_token", True):
+        return []
+    if langs := settings.get("langs"):
+        return langs.split(",") if isinstance(langs, str) else list(langs)
+    data = settings.get("data")
+    if not data or not isinstance(data, str):
+        return []
+    folder = Path(utils.split_paths(data)[0])
+    return (
+        sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    )
 
 
 def _moved(table: Tensor, before: Sequence[str], words: Sequence[str]) -> Tensor:
