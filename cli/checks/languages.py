@@ -16,8 +16,8 @@ import click
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, pairs, search
 from lightseq_fairseq.cli.checks.checkpoints import initial, saved
-from lightseq_fairseq.cli.words import synonyms
-from lightseq_fairseq.cli.words.argv import flag_of, is_given
+from lightseq_fairseq.cli.words import registries, synonyms
+from lightseq_fairseq.cli.words.argv import flag_of, is_given, is_native
 
 # What a model was trained with, and a search needs.
 _TRAINED = (
@@ -60,7 +60,8 @@ def languages(request: Request) -> None:
         for language in pair.split("-"):
             _known(language, args.langs)
     (_, dictionary), (file, words) = (_dictionary(args, folders[0], asked, n) for n in (0, 1))
-    _order(args, trained, path, dictionary)
+    if command != "train" or not _follows(args):
+        _order(args, trained, path, dictionary)
     _splits(request, folders, asked)
     pairs.joiner(command, args, file)
     search.sampling(command, args, len(words))
@@ -193,6 +194,12 @@ def _dictionary(
                 "FILE)."
             )
     return files[0], loaded[0]
+
+
+def _follows(args: argparse.Namespace) -> bool:
+    """Whether training moves the rows of the checkpoint to its own words (``word_rows``)."""
+    is_new = args.reset_optimizer or initial(args)[0] == "--finetune-from-model"
+    return is_new and not is_native() and registries.is_fused(args.arch)
 
 
 def _order(

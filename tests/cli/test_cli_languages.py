@@ -116,15 +116,31 @@ def test_language_ids_are_left_out(trained: Trained, tmp_path: Path) -> None:
     assert "note: --enable-lang-ids has no effect" in result.stderr
 
 
-@pytest.mark.parametrize("start", ["--finetune-from-model", "--restore-file"])
-def test_new_languages_come_last(trained: Trained, tmp_path: Path, start: str) -> None:
-    """Their rows are new, those of the others stay; another order is refused."""
-    first = trained.run / "checkpoint_best.pt"
-    words = [*TASK, *TRAIN, "--share-all-embeddings", "--save-dir", tmp_path / "x", start, first]
-    result = run("train", trained.data, *words, "--langs", "aa,bb,cc")
+@pytest.mark.parametrize(
+    "words", ["--restore-file $", "--finetune-from-model $ --native"], ids=["resumed", "native"]
+)
+def test_another_order_of_languages_is_refused(trained: Trained, tmp_path: Path, words: str) -> None:
+    start = words.replace("$", str(trained.run / "checkpoint_best.pt")).split()
+    words_of_run = [*TASK, *TRAIN, "--share-all-embeddings", "--langs", "aa,bb,cc", *start]
+    result = run("train", trained.data, *words_of_run, "--save-dir", tmp_path / "x")
     assert result.exit_code == 2 and not (tmp_path / "x").exists()
     assert "The language aa has another row than in" in result.stderr
     assert "languages are cc,bb,aa: set --langs to these" in result.stderr
+
+
+def test_fine_tuning_with_another_order_keeps_the_row_of_each_language(
+    trained: Trained, tmp_path: Path
+) -> None:
+    first = trained.run / "checkpoint_best.pt"
+    words = [*TASK, *TRAIN, "--share-all-embeddings", "--langs", "dd,aa,bb,cc", "--lr", "0"]
+    words += ["--weight-decay", "0", "--finetune-from-model", first, "--save-dir", tmp_path]
+    succeed("train", trained.data, *words)
+    before, after = (
+        torch.load(path, weights_only=False)["model"]["encoder.embed_tokens.weight"]
+        for path in (first, tmp_path / "checkpoint_last.pt")
+    )
+    cc, bb, aa = before[-3:]
+    assert torch.equal(after[-3:], torch.stack([aa, bb, cc])) and len(after) == len(before) + 1
 
 
 @pytest.fixture(scope="module")
