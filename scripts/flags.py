@@ -79,6 +79,14 @@ BART_NOTES = {
     "--permute-sentences": "in denoising only `--bpe gpt2` finds sentences",
     "--rotate": "fairseq's default is 0.5; the recipe sets 0",
 }
+LANGUAGES_NOTES = {
+    "--enable-lang-ids": "fairseq fails with it: no model of translation reads the ids",
+    "--keep-inference-langtok": "in generate and interactive, the output has the language's token",
+    "--langs": "the order of the rows; by default sorted names",
+    "--lang-dict": "as `--langs`, a language on each line; the checkpoint has the list",
+    "--sampling-method": "the recipe sets `temperature`; `RoundRobin` samples nothing",
+    "--virtual-epoch-size": "also resumes within a pass, where fairseq reads other pairs",
+}
 TEXT_NOTES = {
     "data": "of `lightseq-preprocess --only-source`; `data:data2` for an epoch each",
     "--activation-fn": "relu, gelu, gelu_accurate; others are refused",
@@ -233,6 +241,16 @@ in that of RoBERTa, with the same answers.
 
 A test runs each row, as above (`tests/flags/test_flags_of_bart.py`).
 """
+LANGUAGES_INTRODUCTION = """\
+## Several languages
+
+This table has the flags of `--task translation_multi_simple_epoch` in `lightseq-train`. The other
+flags are in the first table, with the same answers, except `--source-lang` and `--target-lang`,
+which are for searches and refused in training, and `--dataset-impl raw`, which the task cannot
+read. Searches take the languages and their tokens from the checkpoint.
+
+A test runs each row, as above (`tests/flags/test_flags_of_languages.py`).
+"""
 OWN_INTRODUCTION = """\
 ## Flags that fairseq does not have
 
@@ -340,8 +358,15 @@ OF_BART = Section(
     BART_NOTES,
     above=True,
 )
+OF_LANGUAGES = Section(
+    TRANSLATION,
+    {"train translation_multi_simple_epoch": ()},
+    LANGUAGES_INTRODUCTION,
+    LANGUAGES_NOTES,
+    above=True,
+)
 # After the table of translation
-SECTIONS = OF_TEXT, OF_ROBERTA, OF_BART
+SECTIONS = OF_TEXT, OF_ROBERTA, OF_BART, OF_LANGUAGES
 
 
 def translation_settings() -> dict[str, Row]:

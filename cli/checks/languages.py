@@ -283,6 +283,8 @@ def _repair(request: Request) -> None:
     if args.enable_lang_ids and not args.user_dir:
         # fairseq would pass the ids to the model, none of which has such an argument.
         args.enable_lang_ids = False
+        if request.command in ("train", "validate"):
+            return  # which have said so
         sentence = "--enable-lang-ids has no effect: models of translation read no language ids."
         if request.note is not None:
             request.note(sentence)

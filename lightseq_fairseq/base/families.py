@@ -178,7 +178,7 @@ _OF_PAIRS = (
         "sentence pairs sampled from several languages",
         _TRANSLATING._replace(data=_SAMPLED, languages=_TOKENS),
         ("setup_task", "load_dataset"),
-        unread=_OF_HEADS,
+        unread=("--keep-inference-langtok", "--enable-lang-ids", *_OF_HEADS),
         dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
         tuning=_FROM_MBART._replace(
             schedule="--lr 3e-5 --lr-scheduler inverse_sqrt --warmup-updates 2500",

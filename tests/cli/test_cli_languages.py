@@ -119,7 +119,9 @@ def test_language_ids_are_left_out(trained: Trained, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", ["--restore-file $", "--finetune-from-model $ --native"], ids=["resumed", "native"]
 )
-def test_another_order_of_languages_is_refused(trained: Trained, tmp_path: Path, words: str) -> None:
+def test_another_order_of_languages_is_refused(
+    trained: Trained, tmp_path: Path, words: str
+) -> None:
     start = words.replace("$", str(trained.run / "checkpoint_best.pt")).split()
     words_of_run = [*TASK, *TRAIN, "--share-all-embeddings", "--langs", "aa,bb,cc", *start]
     result = run("train", trained.data, *words_of_run, "--save-dir", tmp_path / "x")
