@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +112,32 @@ def test_the_tokenizer_goes_home(name: str, tmp_path: Path) -> None:
     tokenizers = (AutoTokenizer.from_pretrained(tmp_path / each) for each in ("theirs", "home"))
     first, second = (each(f"w1 {made.words[-1]} w2")["input_ids"] for each in tokenizers)
     assert first == second and first
+
+
+def test_marians_tokenizer_goes_home(tmp_path: Path) -> None:
+    """It has vocab.json and two sentencepiece models, and no tokenizer.json."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = tmp_path / "text"
+    text.write_text("".join(f"{a} {b}\n" for a in hugging_face.WORDS for b in hugging_face.WORDS))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "pieces"), vocab_size=40, minloglevel=2
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "pieces.model"))
+    made = [pieces.id_to_piece(n) for n in range(3, pieces.get_piece_size())]
+    kind = KINDS["marian"]._replace(words=["</s>", "<unk>", *made, "<pad>"])
+    pad = dict.fromkeys(("pad_token_id", "decoder_start_token_id"), len(kind.words) - 1)
+    hugging_face.make(kind._replace(config={**kind.config, **pad}), tmp_path / "theirs")
+    for name in ("source.spm", "target.spm"):
+        shutil.copy(tmp_path / "pieces.model", tmp_path / "theirs" / name)
+    go_home(tmp_path)
+    first, second = (AutoTokenizer.from_pretrained(tmp_path / each) for each in ("theirs", "home"))
+    ids = second("w1 w22 w3")["input_ids"]
+    assert ids == first("w1 w22 w3")["input_ids"] and ids[-1] == 0 and 1 not in ids
+    assert second.decode(ids, skip_special_tokens=True) == "w1 w22 w3"
+    configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in ("theirs", "home")]
+    for config in configs:
+        config.pop("_name_or_path", None)
+    assert configs[0] == configs[1]
 
 
 def test_a_classification_head(tmp_path: Path) -> None:
