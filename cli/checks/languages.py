@@ -39,7 +39,7 @@ def languages(request: Request) -> None:
     folders = pairs.folders_of(args)
     trained, path = _trained(request)
     if command != "train":
-        _take(request, trained, path)
+        _take(request, trained or _imported(args, folders[0]), path)
     if args.lang_dict and args.langs:
         raise UserError("--langs and --lang-dict cannot be used together: remove one.")
     found = pairs_of(vars(args))
@@ -81,6 +81,16 @@ def _trained(request: Request) -> tuple[dict[str, Any], str | None]:
     settings = settings_of(saved(path), "task")
     named = settings.get("_name") or settings.get("task")
     return (settings if named == TASK else {}), path
+
+
+def _imported(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """The settings of M2M-100 and NLLB, if lightseq-import has written the folder."""
+    names = os.path.join(folder, "languages.txt")
+    if not os.path.isfile(names):
+        return {}
+    pair = f"{args.source_lang}-{args.target_lang}"
+    marks = {"encoder_langtok": "src", "decoder_langtok": True}
+    return {"lang_pairs": [pair], "lang_dict": names, "lang_tok_style": "multilingual", **marks}
 
 
 def _take(request: Request, trained: dict[str, Any], path: str | None) -> None:

@@ -16,6 +16,8 @@ from helpers.hugging_face import KINDS, Kind
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from lightseq_fairseq import Translator
+
 
 class Made(NamedTuple):
     """A folder of `transformers`, its import, a data folder, and the model that was trained on."""
@@ -172,6 +174,37 @@ def test_several_languages(tmp_path: Path) -> None:
     theirs = hugging_face.load(home(made.trained, made, tmp_path / "home"))
     weights = torch.load(made.trained, weights_only=False)["model"]
     assert torch.equal(weights["encoder.embed_tokens.weight"], theirs.model.shared.weight)
+
+
+def test_an_imported_model_of_several_languages_translates(tmp_path: Path) -> None:
+    """A search needs only -s and -t, and finds the words of transformers."""
+    kind = KINDS["nllb"]
+    theirs = hugging_face.make(kind, tmp_path / "theirs")
+    succeed("import_", tmp_path / "theirs", tmp_path / "imported")
+    lines = [" ".join(line) for line in hugging_face.batches(kind)[0]]
+    (tmp_path / "text").write_text("".join(f"{line}\n" for line in lines))
+    words = ["--path", tmp_path / "imported/model.pt", "--input", tmp_path / "text", "--cpu"]
+    words += ["-s", "zul_Latn", "-t", "eng_Latn", "--beam", "1", "--max-len-b", "11"]
+    task = ["--task", "translation_multi_simple_epoch", "--max-len-a", "0"]
+    output = succeed("interactive", tmp_path / "imported", *task, *words).splitlines()
+    found = [line.split("\t")[2] for line in output if line.startswith("H-")]
+    index = {word: number for number, word in enumerate(kind.words)}
+    for line, said in zip(lines, found, strict=True):
+        tokens = [index["zul_Latn"], *(index[word] for word in line.split()), index["</s>"]]
+        generated = theirs.generate(
+            torch.tensor([tokens]), forced_bos_token_id=index["eng_Latn"], num_beams=1,
+            do_sample=False, max_new_tokens=12, bad_words_ids=[[index["<pad>"]]],
+        )[0].tolist()  # fmt: skip
+        # The language's token is left out of our text, wherever it is.
+        left_out = ("</s>", "eng_Latn")
+        expected = [kind.words[n] for n in generated[2:] if kind.words[n] not in left_out]
+        named = [word.replace("zul_Latn", "__zul_Latn__") for word in expected]
+        assert said.split() == named[: len(said.split())] and said
+    model = Translator.from_pretrained(
+        tmp_path / "imported/model.pt", task=task[1], source_lang="zul_Latn",
+        target_lang="eng_Latn", beam=1, max_len_a=0, max_len_b=11, device="cpu",
+    )  # fmt: skip
+    assert [each.text for each in model.translate(lines)] == found
 
 
 @pytest.mark.parametrize("name", ["nllb", "mbart"])
