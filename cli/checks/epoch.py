@@ -20,15 +20,16 @@ def of_command(argv: Sequence[str]) -> Epoch | None:
     for word in argv:
         folder = Path(word.partition(os.pathsep)[0])
         if not word.startswith("-") and folder.is_dir():
-            for place in (folder, folder / "input0"):
-                if files := sorted(place.glob("train*.idx")):
+            # "*": a folder for each language
+            for place in ("train*.idx", "input0/train*.idx", "*/train*.idx"):
+                if files := sorted(folder.glob(place)):
                     return _of_files(files)
     return None
 
 
 def _of_files(files: Sequence[Path]) -> Epoch | None:
     """The files of a pair of languages, ``train.de-en.de`` and ``train.de-en.en``, are one text."""
-    texts: dict[str, np.ndarray] = {}
+    texts: dict[tuple[Path, str], np.ndarray] = {}
     for file in files:
         try:
             found = binarised.find(os.fspath(file.with_suffix("")), None)
@@ -36,7 +37,8 @@ def _of_files(files: Sequence[Path]) -> Epoch | None:
             return None
         if found is None:
             return None
-        pair = file.stem.rpartition(".")[0] if file.stem.count(".") > 1 else file.stem
+        name = file.stem.rpartition(".")[0] if file.stem.count(".") > 1 else file.stem
+        pair = file.parent, name
         lengths = found.lengths
         other = texts.get(pair, lengths)
         if len(other) != len(lengths):

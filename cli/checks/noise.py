@@ -111,6 +111,12 @@ def _together(args: argparse.Namespace) -> None:
             "positions: lower the first, or raise --max-source-positions and "
             "--max-target-positions."
         )
+    if args.sample_break_mode != "eos" and args.tokens_per_sample * (1 + args.insert) > positions:
+        raise UserError(
+            f"--insert {args.insert} makes a block of {args.tokens_per_sample} tokens longer than "
+            f"the {positions} positions of the model: lower --tokens-per-sample, or raise "
+            "--max-source-positions and --max-target-positions."
+        )
     if args.mask_length == "subword" and args.replace_length == -1:
         raise UserError(
             "--mask-length subword needs --replace-length 0 or 1, but both have fairseq's "

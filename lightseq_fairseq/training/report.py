@@ -21,7 +21,12 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
-from fairseq.data import LanguagePairDataset, MonolingualDataset, RoundRobinZipDatasets
+from fairseq.data import (
+    DenoisingDataset,
+    LanguagePairDataset,
+    MonolingualDataset,
+    RoundRobinZipDatasets,
+)
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 
@@ -35,7 +40,12 @@ FILE = "lightseq-train.log"  # in the folder of checkpoints; users redirect outp
 _FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"  # fairseq's
 
 _PAIRS, _BLOCKS = "sentence pairs", "blocks of text"
-_SAMPLES = {LanguagePairDataset: _PAIRS, RoundRobinZipDatasets: _PAIRS, MonolingualDataset: _BLOCKS}
+_SAMPLES = {
+    LanguagePairDataset: _PAIRS,
+    RoundRobinZipDatasets: _PAIRS,
+    MonolingualDataset: _BLOCKS,
+    DenoisingDataset: _BLOCKS,
+}
 
 
 class Report:

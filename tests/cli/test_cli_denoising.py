@@ -69,6 +69,8 @@ def test_it_trains_by_the_recipe(run: tuple[str, Path, str]) -> None:
         assert flags in log
     added = {"denoising": "<mask>", "multilingual_denoising": "[src] [tgt] <mask>"}[task]
     assert f"note: dict.txt lacks {added}, so --task {task} adds" in log
+    assert (" blocks of text, " in log) == (task == "denoising")
+    assert "# warm-up: " in log and "a tenth of the run (--max-epoch 15)" in log
     assert "Traceback" not in log and "note: --" not in log
     losses = [float(x) for x in re.findall(r"valid on 'valid' subset \| loss (\S+)", log)]
     assert len(losses) == 15 and losses[-1] < losses[0] - 0.1

@@ -32,8 +32,8 @@ LACKING = (
     "for the last line a GPU",
 )
 # Blocks with these words are run on less data by tests/examples/test_quickstart.py,
-# test_language_model_example.py and test_roberta_example.py.
-RECIPES = "examples/quickstart", "examples/language_model", "examples/roberta"
+# test_language_model_example.py, test_roberta_example.py and test_bart_example.py.
+RECIPES = "examples/quickstart", "examples/language_model", "examples/roberta", "examples/bart"
 
 # Every training is of a small model and ten updates long, one epoch each.
 SMALL_DECODER = (

@@ -1,0 +1,1 @@
+"""BART pre-trained on captions, and German to English with and without it."""
