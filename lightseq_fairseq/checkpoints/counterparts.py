@@ -147,6 +147,10 @@ GPT2 = Counterpart(
 )
 
 
+def _number(value: float | None) -> float:
+    return float(value or 0.0)  # old files lack the setting
+
+
 def _encoder_decoder(
     types: dict[str, str], *, pre_norm: bool, learned: bool, like_bart: bool | None = None,
     layerdrop: float = 0.0, silu: bool = False, **more: Any,
@@ -184,7 +188,7 @@ def _encoder_decoder(
                 )
             ),
             *(
-                Field(f"{side}_layerdrop", f"{side}_layerdrop", layerdrop, float, float)
+                Field(f"{side}_layerdrop", f"{side}_layerdrop", layerdrop, float, _number)
                 for side in ("encoder", "decoder")
             ),
             Field("max_source_positions", "max_position_embeddings", 1024),
@@ -287,7 +291,7 @@ XGLM = Counterpart(
         Field("decoder_layers", "num_layers", 24),
         Field("decoder_attention_heads", "attention_heads", 16),
         Field("decoder_ffn_embed_dim", "ffn_dim", 4096),
-        Field("decoder_layerdrop", "layerdrop", 0.0, float, float),
+        Field("decoder_layerdrop", "layerdrop", 0.0, float, _number),
         Field("max_target_positions", "max_position_embeddings", 2048),
         activation("activation_function", "gelu"),
         Field("no_scale_embedding", "scale_embedding", True, not_, not_),

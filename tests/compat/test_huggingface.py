@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,6 +141,30 @@ def test_marians_tokenizer_goes_home(tmp_path: Path) -> None:
     for config in configs:
         config.pop("_name_or_path", None)
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("name", ["nllb", "xglm"])
+def test_layerdrop_is_the_files(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes home; a run takes its own, so it trains in our step."""
+    kind = KINDS[name]
+    names = {"nllb": ("encoder_layerdrop", "decoder_layerdrop"), "xglm": ("layerdrop",)}[name]
+    kind = kind._replace(config={**kind.config, **dict.fromkeys(names, 0.25)})
+    hugging_face.make(kind, tmp_path / "theirs")
+    go_home(tmp_path)
+    args = torch.load(tmp_path / "imported/model.pt", weights_only=False)["args"]
+    assert args.decoder_layerdrop == 0.25
+    config = json.loads((tmp_path / "home/config.json").read_text())
+    assert [config[each] for each in names] == [0.25] * len(names)
+    data = hugging_face.data(kind, tmp_path / "imported", tmp_path / "text")
+    caplog.set_level(logging.INFO)
+    succeed(
+        "train", data, *kind.flags.split(), "--finetune-from-model", tmp_path / "imported/model.pt",
+        "--save-dir", tmp_path / "run", "--lr", "1e-3", "--max-update", "1", "--max-tokens", "64",
+        "--num-workers", "0", "--cpu",
+    )  # fmt: skip
+    assert "step: eager, without pads" in caplog.text
 
 
 def test_a_classification_head(tmp_path: Path) -> None:
