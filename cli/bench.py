@@ -205,12 +205,15 @@ def train(
     "<model>/b<prompts>/<prompt>+<new>/<precision>, with the tokens of each prompt and the tokens "
     "to generate greedily, as in gpt2_124m/b32/128+256/bf16. RoBERTa: "
     "<model>/<batch>/features/<precision>, for the features of the sentences, as in "
-    "roberta_base/b32/features/bf16. You can repeat the flag.",
+    "roberta_base/b32/features/bf16. BART: <model>/cnn<texts>/beam<n>/<precision>, with batches of "
+    "<texts> texts to summarise as in CNN/DailyMail (cnn alone: 32), as in "
+    "bart_large/cnn/beam4/bf16. You can repeat the flag.",
 )  # fmt: skip
 @click.option(
     "--systems", metavar="SYSTEM,...",
     help="Some of: ours, fairseq_no_cudnn (cuDNN attention off), ctranslate2, transformers (GPT-2 "
-    "with a static cache or RoBERTa, compiled).  [default: all that this machine can run]",
+    "with a static cache or RoBERTa, compiled; BART or NLLB).  "
+    "[default: all that this machine can run]",
 )  # fmt: skip
 @click.option(
     "--sentences", type=click.IntRange(1, test_set.SENTENCES),
@@ -270,6 +273,8 @@ def _usual_count(case: generation.Case) -> int:
     """Default number of sentences or prompts in a run."""
     if case.new:
         return 16 if case.batch == 1 else 4 * (case.batch or 1)
+    if case.shape.is_bart:
+        return 8 * (case.batch or 1)
     return 200 if case.batch == 1 else test_set.SENTENCES
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightseq_fairseq.base.result_rows import table
 
-from .plots import FAIRSEQ, OTHERS, OURS, Bars, colours_of, gpus, speed
+from .plots import FAIRSEQ, OTHERS, OTHERS_TOO, OURS, Bars, colours_of, gpus, speed
 from .sources import sourced_table
 
 Rows = list[dict[str, Any]]
@@ -32,8 +32,13 @@ MODELS = {
 SYSTEMS = {
     "ours": ("`lightseq-generate`", OURS),
     "ctranslate2": ("CTranslate2", OTHERS),
+    "transformers": ("transformers", OTHERS_TOO),
     "fairseq_no_cudnn": ("fairseq, cuDNN attention off", FAIRSEQ),
 }
+COLUMNS = {
+    "ours": "`lightseq-generate`, sentences/s", "ctranslate2": "CTranslate2",
+    "transformers": "transformers", "fairseq_no_cudnn": "fairseq",
+}  # fmt: skip
 LANGUAGE_SYSTEMS = {
     "ours": SYSTEMS["ours"][0],
     "transformers": "transformers, static cache, compiled",
@@ -76,9 +81,13 @@ def generate_table(rows: Rows) -> list[str]:
             "ms a batch p50, p99", "GiB", "load s", "first pass s"]  # fmt: skip
     tokens = sorted({row["max_tokens"] for row in rows if "/btokens/" in row["case"]})
     by_tokens = f"; `btokens`: at most {', '.join(map(str, tokens))} source tokens" * bool(tokens)
+    texts = any("/cnn" in row["case"] for row in rows) * (
+        "; `cnn`: batches of 32 texts of 700 tokens on average, summaries of 141 tokens, with "
+        "fairseq's settings for CNN/DailyMail"
+    )
     return sourced_table(
         head, lines, 2,
-        f"case: model, sentences of a batch, beam, precision{by_tokens}; random weights, "
+        f"case: model, sentences of a batch, beam, precision{by_tokens}{texts}; random weights, "
         "hypotheses as long as the longest source of their batch; medians over passes after the "
         "warm-up; not in the time: loading the model, making batches, text; in the first pass "
         "ours captures graphs and times algorithms",
@@ -88,16 +97,17 @@ def generate_table(rows: Rows) -> list[str]:
 def generate_by_case(rows: Rows) -> list[str]:
     """Return a table: per case, sentences per second of each system, and our speed-up."""
     lines = []
+    shown = [name for name in COLUMNS if any(row["system"] == name for row in rows)]
     for case, systems in cases(rows).items():
         speeds = {name: row["sentences_per_s"] for name, row in systems.items()}
         fairseq = speeds.get("fairseq_no_cudnn")
         ours = systems["ours"]
-        cells = [f"{speeds[name]:.0f}" if name in speeds else "" for name in SYSTEMS]
+        cells = [f"{speeds[name]:.0f}" if name in speeds else "" for name in shown]
         cells.append(f"{speeds['ours'] / fairseq:.1f}" if fairseq else "")
         cells += [f"{ours['p50_ms']:.1f}, {ours['p99_ms']:.1f}", f"{ours['peak_gib']:.1f}"]
         lines.append([f"`{case}`", *cells])
-    head = ["case", "`lightseq-generate`, sentences/s", "CTranslate2", "fairseq",
-            "times as fast as fairseq", "ms a batch p50, p99", "GiB"]  # fmt: skip
+    head = ["case", *(COLUMNS[name] for name in shown), "times as fast as fairseq",
+             "ms a batch p50, p99", "GiB"]  # fmt: skip
     gpus = sorted({f"{row['gpu']}; torch {row['torch']}" for row in rows})
     below = f"{'; '.join(gpus)}; case: model, sentences of a batch, beam, precision."
     return [*table(head, lines, 1, "pipe"), "", below]
@@ -165,6 +175,8 @@ def in_words(case: str, row: dict[str, Any]) -> str:
     """ "t2t_big/b32/beam4/bf16" -> "Transformer big, 32 sentences at once, beam 4, bf16"."""
     model, batch, beam, precision = case.split("/")
     size = f"{batch.removeprefix('b')} sentence{'s' * (batch != 'b1')}"
+    if batch.startswith("cnn"):
+        size = f"{batch.removeprefix('cnn') or 32} texts to summarise"
     if "tokens" in batch:
         size = f"{row['max_tokens']} tokens"
     return f"{MODELS[model]}, {size} at once, {beam.replace('beam', 'beam ')}, {precision}"

@@ -191,6 +191,35 @@ def test_everything_once(data: Path, tmp_path: Path) -> None:
         assert len({row["tokens"] for (c, _), row in found.items() if c == case}) == 1
 
 
+# --- BART and NLLB
+
+
+def test_cases_of_large_models() -> None:
+    for name, batch in (
+        ("bart_large/cnn/beam4/bf16", 32), ("bart_large/cnn8/beam4/fp16", 8),
+        ("nllb_600m/b32/beam4/bf16", 32), ("nllb_600m/btokens/beam4/bf16", None),
+    ):  # fmt: skip
+        case = Case.parse(name)
+        assert str(case) == name and case.batch == batch
+        assert all(cases.why_not(system, case) is None for system in ("ours", "fairseq_no_cudnn"))
+    sample = {"net_input": {"src_tokens": torch.zeros(2, 9)}}
+    wanted = [stopwatch.wanted(Case.parse(f"{name}/beam4/bf16"), sample)
+              for name in ("bart_large/cnn", "nllb_600m/b32")]  # fmt: skip
+    assert wanted == [141, 9]
+
+
+@pytest.mark.parametrize("name", ["bart_tiny/cnn2/beam2/fp32", "nllb_tiny/b4/beam2/fp32"])
+def test_large_models_once(name: str, tmp_path: Path) -> None:
+    """All systems make hypotheses of the same lengths, or the run fails."""
+    _, rows = bench_once(
+        tmp_path, "--case", name, "--data", tmp_path / "data", "--sentences", 4,
+        "--systems", "ours,fairseq_no_cudnn,ctranslate2",
+    )  # fmt: skip
+    assert {row["system"] for row in rows} == {"ours", "fairseq_no_cudnn", "ctranslate2"}
+    assert len({row["tokens"] for row in rows}) == 1
+    assert rows[0]["tokens"] == 4 * 141 or "nllb" in name
+
+
 # --- RoBERTa
 
 

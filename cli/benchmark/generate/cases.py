@@ -15,8 +15,10 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.train.commands import FOR_TORCH
 from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST
 from lightseq_fairseq.cli.benchmark.train.shapes import (
+    BART,
     LANGUAGE,
     MASKED,
+    NLLB,
     SHAPES,
     TRANSLATION,
     Shape,
@@ -24,6 +26,7 @@ from lightseq_fairseq.cli.benchmark.train.shapes import (
 
 # Our name -> the name in fairseq, torch and CTranslate2.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+TEXTS = 32  # default number of texts to summarise in a batch
 MAX_TOKENS = 18_500  # default token limit of a batch that is filled by tokens
 
 
@@ -49,7 +52,8 @@ class Case(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Case:
         """The case that ``text`` names, as ``t2t_big/b32/beam4/bf16``, ``.../btokens4096/...``,
-        ``gpt2_124m/b32/128+256/bf16`` or ``roberta_base/b32/features/bf16``.
+        ``gpt2_124m/b32/128+256/bf16``, ``roberta_base/b32/features/bf16`` or
+        ``bart_large/cnn/beam4/bf16``.
 
         Raises:
             UserError: there is no such case.
@@ -64,16 +68,21 @@ class Case(NamedTuple):
                     "positions, so prompt and new tokens can be at most that many together."
                 )
             return cls(model, count, None, 1, precision, prompt, new)
+        texts = re.fullmatch(r"([\w.]+)/cnn([1-9]\d*)?/beam([1-9]\d*)/(\w+)", text)
+        if texts is not None and texts[1] in BART and texts[4] in PRECISIONS:
+            return cls(texts[1], int(texts[2] or TEXTS), None, int(texts[3]), texts[4])
         batches = r"b(?:([1-9]\d*)|tokens([1-9]\d*)?)"
-        found = re.fullmatch(rf"(\w+)/{batches}/(?:beam([1-9]\d*)|features)/(\w+)", text)
+        found = re.fullmatch(rf"([\w.]+)/{batches}/(?:beam([1-9]\d*)|features)/(\w+)", text)
         model, sentences, tokens, beam, precision = found.groups() if found else [""] * 5
-        if model not in (MASKED if beam is None else TRANSLATION) or precision not in PRECISIONS:
+        translates = TRANSLATION + NLLB
+        if model not in (MASKED if beam is None else translates) or precision not in PRECISIONS:
             raise UserError(
                 f"There is no case {text}: write <model>/<batch>/beam<n>/<precision>, for example "
                 "t2t_big/btokens4096/beam5/bf16, or <model>/b<prompts>/<prompt>+<new>/<precision>, "
                 "for example gpt2_124m/b32/128+256/bf16, or <model>/<batch>/features/<precision>, "
                 "for example roberta_base/b32/features/bf16. A batch is b<sentences> or "
-                f"btokens<source tokens>; models are {', '.join(TRANSLATION)}; with prompts "
+                f"btokens<source tokens>, or cnn<texts> for texts to summarise; models are "
+                f"{', '.join(translates)}; with cnn {', '.join(BART)}; with prompts "
                 f"{', '.join(LANGUAGE)}; with features {', '.join(MASKED)}; precisions are "
                 f"{', '.join(PRECISIONS)}."
             )
@@ -90,6 +99,9 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         if self.new:
             return f"{self.model}/b{self.batch}/{self.prompt}+{self.new}/{self.precision}"
+        if self.shape.is_bart:
+            number = "" if self.batch == TEXTS else str(self.batch)
+            return f"{self.model}/cnn{number}/beam{self.beam}/{self.precision}"
         tokens = "tokens" if self.max_tokens == MAX_TOKENS else f"tokens{self.max_tokens}"
         result = f"beam{self.beam}" if self.beam else "features"
         return f"{self.model}/b{self.batch or tokens}/{result}/{self.precision}"
@@ -130,7 +142,7 @@ SYSTEMS = {
 
 def why_not(system: str, case: Case) -> str | None:
     """The reason if the system cannot run the case on this machine, else None."""
-    if system == "ctranslate2" and case.model not in TRANSLATION:
+    if system == "ctranslate2" and case.model in LANGUAGE + MASKED:
         return "CTranslate2 cannot load fairseq's language models and RoBERTa."
     if system == "transformers" and case.model in TRANSLATION:
         return "transformers has no such translation model."

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli.benchmark.generate import stopwatch
 from lightseq_fairseq.cli.benchmark.generate.cases import PRECISIONS
 from lightseq_fairseq.cli.benchmark.generate.test_set import TestSet
@@ -22,15 +21,7 @@ from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 
 def main() -> None:
     given = stopwatch.arguments(__doc__)
-    fairseq_compat.prepare()
-    from fairseq import options, tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
-    words = stopwatch.generation_words(given)
-    args = options.parse_args_and_arch(options.get_generation_parser(), words)
-    cfg = convert_namespace_to_omegaconf(args)
-    task = tasks.setup_task(cfg.task)
-    samples = stopwatch.batches(task, cfg, given.sentences)
+    task, samples = stopwatch.task_batches(given)
     for sample in samples:
         sample["text"] = _text(sample["net_input"]["src_tokens"], task.source_dictionary)
     model = _model(given.data)
@@ -69,12 +60,19 @@ def _translator(given: argparse.Namespace, model: Path) -> Any:
         compute_type=PRECISIONS[given.case.precision],
     )  # fmt: skip
 
+    case, options = given.case, {}
+    if case.shape.is_bart:
+        options = {
+            "length_penalty": stopwatch.LENGTH_PENALTY,
+            "no_repeat_ngram_size": stopwatch.NO_REPEAT,
+        }
+
     def translate(sample: dict[str, Any]) -> list[int]:
-        length = sample["net_input"]["src_tokens"].shape[1]
+        length = stopwatch.wanted(case, sample)
         # CTranslate2 stops at the maximum length, without </s>.
         results = translator.translate_batch(
-            sample["text"], beam_size=given.case.beam, max_decoding_length=length,
-            min_decoding_length=length,
+            sample["text"], beam_size=case.beam, max_decoding_length=length,
+            min_decoding_length=length, **options,
         )  # fmt: skip
         return [len(result.hypotheses[0]) for result in results]
 

@@ -4,7 +4,8 @@
 
 Random weights of the same sizes, and on a GPU a compiled forward pass as CUDA graphs, which is the
 fastest that the library offers for one model on one GPU. GPT-2 continues prompts with a static
-cache, RoBERTa computes features.
+cache, RoBERTa computes features. BART and NLLB search with the library's beam search, which is not
+compiled, on the batches of fairseq-generate.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from lightseq_fairseq.cli.benchmark.generate import stopwatch
 from lightseq_fairseq.cli.benchmark.generate.cases import PRECISIONS, positions
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 from lightseq_fairseq.cli.benchmark.train.corpus import EOS
-from lightseq_fairseq.cli.benchmark.train.hugging_face import config
+from lightseq_fairseq.cli.benchmark.train.hugging_face import config, pair_config
+from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD
 
 Samples = list[dict[str, Any]]
 Run = Callable[[dict[str, Any]], list[int]]
@@ -32,8 +34,12 @@ def main() -> None:
     given = stopwatch.arguments(__doc__)
     memory, began = MemoryMeter(gpu=not given.cpu), time.perf_counter()
     torch.manual_seed(0)
-    run = _continuing(given) if given.case.new else _encoding(given)
-    samples = _prompts(given) if given.case.new else _sentences(given)
+    if given.case.new:
+        run, samples = _continuing(given), _prompts(given)
+    elif given.case.beam:
+        run, samples = _translating(given), stopwatch.task_batches(given)[1]
+    else:
+        run, samples = _encoding(given), _sentences(given)
     with stopwatch.or_unable(given):
         run(samples[0])
     load_s = time.perf_counter() - began
@@ -80,6 +86,34 @@ def _prompts(given: argparse.Namespace) -> Samples:
         first = prompts.new_full((len(prompts), 1), EOS)
         samples.append({"tokens": torch.cat((first, prompts), 1), "nsentences": len(prompts)})
     return samples
+
+
+def _translating(given: argparse.Namespace) -> Run:
+    """BART or NLLB for `stopwatch.measure`."""
+    case, shape = given.case, given.case.shape
+    sizes = pair_config(shape, given.data.vocabulary, "sdpa")
+    model = getattr(transformers, f"{shape.hugging_face}ForConditionalGeneration")(sizes)
+    model = _placed(model, given)
+    # No hypothesis ends before its maximum length, as in the other systems.
+    options: dict[str, Any] = {
+        "num_beams": case.beam, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None,
+        "decoder_start_token_id": EOS, "use_cache": True, "early_stopping": True,
+    }  # fmt: skip
+    if shape.is_bart:
+        options["length_penalty"] = stopwatch.LENGTH_PENALTY
+        options["no_repeat_ngram_size"] = stopwatch.NO_REPEAT
+
+    @torch.no_grad()
+    def translate(sample: dict[str, Any]) -> list[int]:
+        tokens = sample["net_input"]["src_tokens"].to(model.device)
+        search = transformers.GenerationConfig(
+            max_new_tokens=stopwatch.wanted(case, sample), **options
+        )
+        mask = tokens.ne(PAD).long()
+        found = model.generate(tokens, attention_mask=mask, generation_config=search).cpu()
+        return [found.shape[1] - 1] * len(found)  # without the decoder's first token
+
+    return translate
 
 
 def _encoding(given: argparse.Namespace) -> Run:

@@ -17,10 +17,14 @@ from typing import Any
 
 import torch
 
+from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.cli.benchmark.generate.cases import Case
 from lightseq_fairseq.cli.benchmark.generate.test_set import SEED, SPLIT, TestSet
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, SPECIALS, TARGET
+
+# Of fairseq's examples/bart/README.summarization.md, for CNN/DailyMail: tokens with </s>, and more.
+SUMMARY, LENGTH_PENALTY, NO_REPEAT = 141, 2.0, 3
 
 
 def arguments(description: str | None) -> argparse.Namespace:
@@ -36,6 +40,14 @@ def arguments(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def wanted(case: Case, sample: dict[str, Any]) -> int:
+    """Tokens of each hypothesis, with ``</s>`` and, for a language model, with the prompt."""
+    if case.shape.is_bart and case.beam:
+        return SUMMARY
+    length: int = case.prompt + case.new or sample["net_input"]["src_tokens"].shape[1]
+    return length
+
+
 def generation_words(given: argparse.Namespace) -> list[str]:
     """Arguments of fairseq-generate: hypotheses are as long as the longest source of their batch,
     or as the case says."""
@@ -48,7 +60,12 @@ def generation_words(given: argparse.Namespace) -> list[str]:
         longest = case.prompt + case.new - 1
         return [*words, "--task", "language_modeling", "--max-len-b", str(longest)]
     words += ["-s", SOURCE, "-t", TARGET, "--gen-subset", SPLIT, "--num-workers", "0"]
-    words += ["--max-len-a", "1", "--max-len-b=-1", "--distributed-world-size", "1"]
+    words += ["--distributed-world-size", "1"]
+    if case.shape.is_bart:
+        words += ["--max-len-a", "0", "--max-len-b", str(SUMMARY - 1), "--min-len", "55"]
+        words += ["--lenpen", str(LENGTH_PENALTY), "--no-repeat-ngram-size", str(NO_REPEAT)]
+    else:
+        words += ["--max-len-a", "1", "--max-len-b=-1"]
     if case.batch is None:
         # With fairseq's default, 8, the three longest sentences would form their own batch, with a
         # quarter of all decode steps.
@@ -69,6 +86,18 @@ def batches(task: Any, cfg: Any, sentences: int) -> list[dict[str, Any]]:
         required_batch_size_multiple=cfg.dataset.required_batch_size_multiple,
     )  # fmt: skip
     return list(iterator.next_epoch_itr(shuffle=False))
+
+
+def task_batches(given: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
+    """fairseq-generate's task and batches, for a system without fairseq's models."""
+    fairseq_compat.prepare()
+    from fairseq import options, tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    args = options.parse_args_and_arch(options.get_generation_parser(), generation_words(given))
+    cfg = convert_namespace_to_omegaconf(args)
+    task = tasks.setup_task(cfg.task)
+    return task, batches(task, cfg, given.sentences)
 
 
 def sentence_batches(given: argparse.Namespace, words: Any) -> list[dict[str, Any]]:
@@ -152,9 +181,8 @@ def measure(
             began = time.perf_counter()
             lengths = translate(sample)
             seconds.append(time.perf_counter() - began)
-            wanted = case.prompt + case.new or sample["net_input"]["src_tokens"].shape[1]
-            if set(lengths) != {wanted}:
-                raise RuntimeError(f"results of {sorted(set(lengths))} tokens, not {wanted}")
+            if set(lengths) != {length := wanted(case, sample)}:
+                raise RuntimeError(f"results of {sorted(set(lengths))} tokens, not {length}")
             unseen = case.prompt * len(lengths)
             tokens += sum(lengths) - unseen if case.beam else sample["ntokens"]
         passes.append(seconds)

@@ -1,6 +1,7 @@
 """The test set and the model's weights, both from a seeded random generator.
 
-3003 sentences, as in newstest2014, with WMT-like lengths (mean 28 with ``</s>``). The model has
+3003 sentences, as in newstest2014, with WMT-like lengths (mean 28 with ``</s>``); BART summarises
+texts of 700 tokens on average. The model has
 random weights; they take the same time as trained ones. The row of ``</s>`` in the embedding, which
 is shared with the output projection, is zero. Thousands of words are then always more likely than
 ``</s>``, so each hypothesis ends at its maximum length, in every system and every precision.
@@ -23,7 +24,7 @@ from lightseq_fairseq.base import files
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.generate.cases import positions
 from lightseq_fairseq.cli.benchmark.train import corpus
-from lightseq_fairseq.cli.benchmark.train.commands import roberta_flags
+from lightseq_fairseq.cli.benchmark.train.commands import norm_flags, roberta_flags, width_flags
 from lightseq_fairseq.cli.benchmark.train.corpus import EOS, SOURCE, TARGET
 from lightseq_fairseq.cli.benchmark.train.shapes import Shape
 
@@ -79,7 +80,8 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
             else:
                 corpus.write_dictionaries(part, vocabulary)
             if sentences:
-                corpus.write_split(part, SPLIT, sentences, vocabulary, SEED)
+                sides = corpus.SUMMARIES if shape.is_bart else corpus.SENTENCE_PAIRS
+                corpus.write_split(part, SPLIT, sentences, vocabulary, SEED, sides)
             _write_checkpoint(TestSet(part), shape, folder)
             TestSet(part).manifest.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
     try:
@@ -111,7 +113,9 @@ def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
         words += ["--task", "language_modeling", "--max-target-positions", str(positions(shape))]
     elif not shape.is_masked:
         words += ["-s", SOURCE, "-t", TARGET, "--share-all-embeddings"]
-        words += ["--encoder-layers", str(shape.encoder_layers)]
+        words += ["--encoder-layers", str(shape.encoder_layers), *norm_flags(shape)]
+        if shape.hugging_face:
+            words += [str(word) for pair in width_flags(shape).items() for word in pair]
     args = options.parse_args_and_arch(options.get_training_parser(), words)
     cfg = convert_namespace_to_omegaconf(args)
     torch.manual_seed(SEED)

@@ -61,8 +61,7 @@ def _training(
     }
     words = [str(data), *(str(word) for pair in flags.items() for word in pair)]
     words += ["--share-all-embeddings"] * case.has_pairs
-    if case.shape.is_nllb:
-        words += ["--encoder-normalize-before", "--decoder-normalize-before"]
+    words += norm_flags(case.shape)
     words += ["--no-save", "--disable-validation"]
     words += ["--bf16", "--fp8"] if case.precision == "fp8" else [f"--{case.precision}"]
     words += ["--native"] * how.native + ["--pack-tokens"] * how.pack_tokens
@@ -112,12 +111,7 @@ def _flags_of_pairs(case: Case) -> dict[str, object]:
         "--decoder-layers": shape.decoder_layers,
     }
     if shape.hugging_face:
-        for side in ("encoder", "decoder"):
-            sizes |= {
-                f"--{side}-embed-dim": shape.width, f"--{side}-ffn-embed-dim": shape.ffn,
-                f"--{side}-attention-heads": shape.heads,
-            }  # fmt: skip
-        sizes |= {"--attention-dropout": shape.attention_dropout, "--update-freq": 1}
+        sizes |= {**width_flags(shape), "--update-freq": 1}
     if case.data is Data.NOISED:
         return {
             "--task": "denoising", **sizes, **noise_flags(case),
@@ -127,6 +121,21 @@ def _flags_of_pairs(case: Case) -> dict[str, object]:
     if case.sentences:
         sizes |= {"--required-batch-size-multiple": 1, "--batch-size": case.sentences}
     return sizes
+
+
+def width_flags(shape: Shape) -> dict[str, object]:
+    """fairseq's flags -> the widths of a model of Hugging Face that has a source and a target."""
+    found: dict[str, object] = {"--attention-dropout": shape.attention_dropout}
+    for side in ("encoder", "decoder"):
+        found |= {
+            f"--{side}-embed-dim": shape.width, f"--{side}-ffn-embed-dim": shape.ffn,
+            f"--{side}-attention-heads": shape.heads,
+        }  # fmt: skip
+    return found
+
+
+def norm_flags(shape: Shape) -> list[str]:
+    return ["--encoder-normalize-before", "--decoder-normalize-before"] * shape.is_nllb
 
 
 def noise_flags(case: Case) -> dict[str, object]:
