@@ -108,7 +108,6 @@ def train(cases: dict[str, Case], tmp_path: Path, caplog: pytest.LogCaptureFixtu
         "masked text",
         "several languages",
         "noised text",
-        "noised languages",
         "cropped sentences",
         "virtual epochs",
     ],
