@@ -8,6 +8,7 @@ from typing import Any
 
 import helpers.languages as languages
 import helpers.parity as parity
+import helpers.training_runs as runs
 import pytest
 from helpers.parity import LS, NATIVE, command_line, compare, train
 
@@ -40,3 +41,19 @@ def test_fifty_updates(data: Path, case: str) -> None:
     assert all(len(update.sample_sizes) == 1 for update in ours)  # the captured step
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
     assert native[-1].logged["loss"] < 0.95 * native[0].logged["loss"]
+
+
+def test_two_ranks_train_as_fairseqs_and_resume(data: Path, tmp_path: Path) -> None:
+    """In the middle of a pass of virtual epochs, to the last bit."""
+    flags = {
+        **languages.TASK, "virtual_epoch_size": 50, "max_tokens": 48, "dropout": 0,
+        "attention_dropout": 0, "activation_dropout": 0, "share_decoder_input_output_embed": None,
+    }  # fmt: skip
+    native = runs.run_ranks(data, tmp_path / "native", 2, **runs.NATIVE, **flags)
+    ours = runs.run_ranks(data, tmp_path / "ours", 2, **runs.LS, **flags)
+    for rank in (0, 1):
+        assert ours[rank] == pytest.approx(native[rank], rel=1e-5) and len(ours[rank]) == 12
+    runs.run_ranks(data, tmp_path / "part", 2, **runs.LS, **flags, max_update=5)
+    part = str(tmp_path / "part" / "checkpoint_last.pt")
+    runs.run_ranks(data, tmp_path / "rest", 2, **runs.LS, **flags, restore_file=part)
+    assert runs.differing(*(runs.trained(tmp_path / name) for name in ("ours", "rest"))) == []
