@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from fairseq.data import LanguagePairDataset
+from fairseq.data import LanguagePairDataset, SampledMultiDataset
 
 from lightseq_fairseq.base.errors import UserError
 
@@ -32,13 +32,13 @@ def refill(iterator: Any, max_tokens: int, max_sentences: int | None) -> None:
         UserError: the dataset does not hold sentence pairs.
     """
     dataset = iterator.dataset
-    if not isinstance(dataset, LanguagePairDataset):
+    if not isinstance(dataset, (LanguagePairDataset, SampledMultiDataset)):
         raise UserError(
             f"--pack-tokens counts the tokens of sentence pairs, but this --task trains on a "
             f"{type(dataset).__name__}: remove --pack-tokens, or use --task translation."
         )
-    sides = (dataset.src_sizes, dataset.tgt_sizes)
     pairs = np.concatenate(iterator.frozen_batches)  # fairseq has removed pairs that are too long
+    sides = dataset.sizes.T  # of pairs that are sampled: in the epoch of these batches
     pairs = np.random.default_rng(iterator.seed).permutation(pairs)
     order = pairs[np.maximum(*(side[pairs] for side in sides)).argsort(kind="stable")]
     iterator._frozen_batches = tuple(cut(order, sides, max_tokens, max_sentences))

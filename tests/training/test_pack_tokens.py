@@ -13,11 +13,12 @@ from typing import Any
 from unittest import mock
 
 import helpers.cli_runs as cli_runs
+import helpers.languages as languages
 import helpers.training_runs as runs
 import numpy as np
 import pytest
 import torch
-from fairseq.data import LanguagePairDataset
+from fairseq.data import LanguagePairDataset, SampledMultiDataset
 from fairseq.tasks.translation import TranslationTask
 from helpers.parity import write_corpus
 
@@ -81,7 +82,7 @@ def given_batches() -> Iterator[list[list[int]]]:
     def batch_by_size(
         self: Any, indices: Any, max_tokens: int, max_sentences: int | None = None, **_: Any
     ) -> list[list[int]]:
-        sizes, batches = (self.src_sizes, self.tgt_sizes), [[]]
+        sizes, batches = self.sizes.T, [[]]
         mixed = np.random.default_rng(SEED).permutation(indices).tolist()
         for index in sorted(mixed, key=lambda i: max(int(side[i]) for side in sizes)):
             if not fits(sizes, [*batches[-1], index], max_tokens, max_sentences):
@@ -90,7 +91,10 @@ def given_batches() -> Iterator[list[list[int]]]:
         made[:] = batches
         return batches
 
-    with mock.patch.object(LanguagePairDataset, "batch_by_size", batch_by_size):
+    with (
+        mock.patch.object(LanguagePairDataset, "batch_by_size", batch_by_size),
+        mock.patch.object(SampledMultiDataset, "batch_by_size", batch_by_size),
+    ):
         yield made
 
 
@@ -172,6 +176,20 @@ def test_data_that_are_loaded_anew_each_epoch(data: Path, tmp_path: Path) -> Non
     flags = {**PLAIN, "no_save": True, "max_update": 16}
     ours = runs.run(both, tmp_path / "a", pack_tokens=True, **runs.LS, **flags)
     torch.testing.assert_close(ours, natives(both, tmp_path / "b", **flags), rtol=1e-5, atol=0)
+
+
+def test_pairs_sampled_from_several_languages(tmp_path: Path) -> None:
+    """Over several epochs with other pairs, also after a run is resumed."""
+    data = languages.write(tmp_path / "data")
+    flags: dict[str, Any] = {
+        **languages.TASK, **PLAIN, "virtual_epoch_size": 60, "max_update": 12, "num_workers": 1,
+        "share_decoder_input_output_embed": None,
+    }  # fmt: skip
+    ours = {**runs.LS, **flags, "pack_tokens": True}
+    whole = runs.run(data, tmp_path / "a", **ours, save_interval_updates=5)
+    torch.testing.assert_close(whole, natives(data, tmp_path / "b", **flags), rtol=1e-5, atol=0)
+    saved = next((tmp_path / "a").glob("checkpoint_*_5.pt"))
+    assert runs.run(data, tmp_path / "c", **ours, restore_file=str(saved)) == whole[5:]
 
 
 @pytest.mark.parametrize("flags", [{}, {"update_freq": 2}, {"store_ema": True}])
