@@ -12,6 +12,9 @@ import helpers.training_runs as runs
 import pytest
 from helpers.parity import LS, NATIVE, command_line, compare, train
 
+from lightseq_fairseq.training.batch import reading
+from lightseq_fairseq.training.batch.pairs import PackingPairs, PackingSampled
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "virtual epochs": {"virtual_epoch_size": 50, "sampling_temperature": 5},
@@ -41,6 +44,81 @@ def test_fifty_updates(data: Path, case: str) -> None:
     assert all(len(update.sample_sizes) == 1 for update in ours)  # the captured step
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
     assert native[-1].logged["loss"] < 0.95 * native[0].logged["loss"]
+
+
+REPLACED = {"lang_tok_replacing_bos_eos": True}
+MUTATIONS: dict[str, tuple[dict[str, Any], Any]] = {}
+
+
+def mutation(**flags: Any) -> Any:
+    """Adds the decorated function, which makes a mistake, to MUTATIONS under its name."""
+
+    def add(make: Any) -> Any:
+        MUTATIONS[make.__name__.replace("_", " ")] = (flags, make)
+        return make
+
+    return add
+
+
+def change_init(patch: pytest.MonkeyPatch, **values: Any) -> None:
+    init = PackingPairs.__init__
+
+    def changed(self: Any, *arguments: Any) -> None:
+        init(self, *arguments)
+        vars(self).update(values)
+
+    patch.setattr(PackingPairs, "__init__", changed)
+
+
+@mutation(**REPLACED)
+def the_decoder_begins_with_the_end(patch: pytest.MonkeyPatch) -> None:
+    change_init(patch, _first=2)
+
+
+@mutation(**REPLACED)
+def the_source_keeps_its_end(patch: pytest.MonkeyPatch) -> None:
+    change_init(patch, _new_end=None)
+
+
+@mutation()
+def sentences_have_no_language(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reading, "_prepended", lambda token, read, indices: read(indices))
+
+
+@mutation()
+def a_batch_has_one_language_pair(patch: pytest.MonkeyPatch) -> None:
+    joined = PackingSampled._joined
+    patch.setattr(PackingSampled, "_joined", lambda self, x, order: joined(self, x[:1], order[:1]))
+
+
+@mutation()
+def all_pairs_are_of_the_first_languages(patch: pytest.MonkeyPatch) -> None:
+    places = PackingSampled._places
+
+    def changed(self: Any, indices: Any) -> Any:
+        return places(self, indices)[0] * 0, places(self, indices)[1] % languages.SIZES["aa-bb"]
+
+    patch.setattr(PackingSampled, "_places", changed)
+
+
+@mutation(virtual_epoch_size=50)
+def a_virtual_epoch_reads_from_the_first_pair(patch: pytest.MonkeyPatch) -> None:
+    def changed(self: Any, indices: Any) -> Any:
+        which = self.dataset.cumulated_sizes.searchsorted(indices, side="right")
+        return which, self.dataset._cur_indices[indices]
+
+    patch.setattr(PackingSampled, "_places", changed)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mistakes_are_found(data: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    flags, make = MUTATIONS[name]
+    flags = {**languages.TASK, **flags}
+    native = train(command_line(data, NATIVE, **flags), 2)
+    compare(train(command_line(data, LS, **flags), 2), native)
+    make(monkeypatch)
+    with pytest.raises(parity.ParityError):
+        compare(train(command_line(data, LS, **flags), 2), native)
 
 
 def test_two_ranks_train_as_fairseqs_and_resume(data: Path, tmp_path: Path) -> None:
