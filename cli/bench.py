@@ -30,7 +30,9 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     """Decorator: the options that both benchmarks share; ``name`` is that of the benchmark."""
     by_corpus = f"{corpora.VOCABULARY} for translation, {corpora.TEXT_VOCABULARY} for text, "
     by_corpus += f"{corpora.MASKED_VOCABULARY} for RoBERTa and BART, without <mask>, "
-    by_corpus += f"{SHAPES['nllb_600m'].vocabulary} for NLLB"
+    by_corpus += (
+        f"{SHAPES['nllb_600m'].vocabulary} for NLLB, {SHAPES['marian_base'].vocabulary} for Marian"
+    )
     options = (
         click.option(
             "--rounds", type=click.IntRange(1), default=rounds, show_default=True,
@@ -79,7 +81,8 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
     "<model>/denoising<block>x<batch>/<precision>, noised blocks of text (without x<batch>: 32), "
     "with bart_large and bart_tiny. NLLB: <model>/verses<batch>/<precision>, batches of <batch> "
     "pairs (verses alone: 64), or <model>/<max-tokens>/<precision>, with nllb_600m, nllb_1.3b, "
-    "nllb_3.3b and nllb_tiny. "
+    "nllb_3.3b and nllb_tiny. Marian: as for translation, with marian_base, marian_big and "
+    "marian_tiny. "
     "Precisions: bf16, fp16, and for ours fp8 (--bf16 --fp8). Add /x<n> for n GPUs, each with its "
     "own batch. You can repeat the flag.",
 )  # fmt: skip
@@ -121,7 +124,7 @@ def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
 )  # fmt: skip
 @click.option(
     "--seq2seq", type=click.Path(path_type=Path), default=Path("build/bench-seq2seq"),
-    help="Folder of the corpora for BART and NLLB, created if it does not exist.",
+    help="Folder of the corpora for BART, NLLB and Marian, created if it does not exist.",
     show_default=True,
 )  # fmt: skip
 @click.option(
@@ -153,7 +156,8 @@ def train(
     def ensured(case: training.Case) -> corpora.Corpus:
         kind, words = case.data, vocabulary or case.shape.vocabulary
         if kind is training.Data.PAIRS:
-            return corpora.ensure(corpus, pairs, words)
+            folder = seq2seq / "pairs" if case.shape.is_marian else corpus
+            return corpora.ensure(folder, pairs, words)
         if kind is training.Data.SUMMARIES:  # each is as long as about ten pairs
             folder, fewer = seq2seq / "summaries", max(pairs // 8, 1)
             return corpora.ensure(folder, fewer, words, corpora.SUMMARIES, "seq2seq")

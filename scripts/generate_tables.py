@@ -25,6 +25,8 @@ MODELS = {
     "roberta_base": "RoBERTa base",
     "roberta_large": "RoBERTa large",
     "bart_large": "BART large",
+    "marian_base": "Marian base",
+    "marian_big": "Marian big",
     "nllb_600m": "NLLB 600M",
     "nllb_1.3b": "NLLB 1.3B",
     "nllb_3.3b": "NLLB 3.3B",

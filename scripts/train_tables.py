@@ -51,6 +51,8 @@ LANGUAGE_MODELS = {
     "roberta_base": "`ls_roberta_base`",
     "roberta_large": "`ls_roberta_large`",
     "bart_large": "`ls_bart_large`",
+    "marian_base": "`ls_marian_base`",
+    "marian_big": "`ls_marian_big`",
     **{
         f"nllb_{x}": f"`ls_transformer_nllb_{x.replace('.', '_')}`"
         for x in ("600m", "1.3b", "3.3b")
@@ -260,8 +262,8 @@ def family(case: str) -> str:
     model = case.partition("/")[0]
     if model.startswith("roberta"):
         return "RoBERTa"
-    if model.startswith(("bart", "nllb")):
-        return "BART and NLLB"
+    if model.startswith(("bart", "nllb", "marian")):
+        return "BART, NLLB and Marian"
     return "Language models" if model in LANGUAGE_MODELS else "Translation models"
 
 

@@ -22,7 +22,7 @@ from lightseq_fairseq.cli.benchmark.train.shapes import BART, NLLB, SHAPES
 
 PAIRS, WORDS = 400, 500
 SUMMARIES, NOISED = "bart_tiny/summaries1024/bf16", "bart_tiny/denoising64x4/bf16"
-VERSES = "nllb_tiny/verses4/bf16"
+VERSES, PAIRED = "nllb_tiny/verses4/bf16", "marian_tiny/512/bf16"
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +31,14 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench") / "seq2seq"
     corpus.ensure(folder / "summaries", PAIRS // 8, WORDS, corpus.SUMMARIES, "seq2seq")
     corpus.ensure(folder / "verses", PAIRS, WORDS, corpus.VERSES, "seq2seq")
+    corpus.ensure(folder / "pairs", PAIRS, WORDS, option="seq2seq")
     corpus.ensure_text(folder / "text", 1 << 14, WORDS, option="seq2seq")
     return folder
 
 
 def folder_of(case: Case, corpora: Path) -> Path:
     names = {Data.SUMMARIES: "summaries", Data.VERSES: "verses", Data.NOISED: "text"}
+    names[Data.PAIRS] = "pairs"
     return corpora / names[case.data]
 
 
@@ -72,6 +74,7 @@ def test_cases() -> None:
         ("bart_large/denoising256x8/bf16/x2", Data.NOISED, 256, 8),
         ("nllb_1.3b/verses/bf16", Data.VERSES, 200, 64),
         ("nllb_3.3b/8192/bf16", Data.VERSES, 200, 40),
+        ("marian_big/4096/bf16", Data.PAIRS, 200, 20),
     ):
         case = Case.parse(name)
         assert (str(case), case.data, case.longest, case.blocks) == (name, data, longest, blocks)
@@ -158,6 +161,9 @@ def test_commands(tmp_path: Path) -> None:
     ]
     text = " ".join(ours)
     assert "--batch-size 64" in text and "--encoder-ffn-embed-dim 8192" in text
+    marian, stand_in = (words("marian_base/4096/bf16", x) for x in ("ours", "fairseq_no_cudnn"))
+    assert "ls_marian_base" in marian and "ls_transformer" in stand_in
+    assert [w for w in marian if "embed-dim" in w] == [w for w in stand_in if "embed-dim" in w]
     assert "--batch-size" not in words("nllb_3.3b/8192/bf16", "ours")
     noised = " ".join(words("bart_large/denoising512/fp8", "ours"))
     assert "--task denoising" in noised and "--bf16 --fp8" in noised
@@ -167,7 +173,7 @@ def test_commands(tmp_path: Path) -> None:
 # --- Hugging Face's batches and models
 
 
-@pytest.mark.parametrize("name", [SUMMARIES, VERSES, "nllb_tiny/512/bf16", NOISED])
+@pytest.mark.parametrize("name", [SUMMARIES, VERSES, "nllb_tiny/512/bf16", PAIRED, NOISED])
 def test_batches_have_few_sizes(name: str, corpora: Path) -> None:
     case = Case.parse(name)
     found = padded_pairs.drawn(folder_of(case, corpora), case, 40, workers=0)
@@ -203,14 +209,15 @@ def pair_batch() -> PaddedPairs:
     return PaddedPairs(source, previous, target)
 
 
-@pytest.mark.parametrize("name", [SUMMARIES, VERSES])
+@pytest.mark.parametrize("name", [SUMMARIES, VERSES, PAIRED])
 def test_hugging_faces_model_does_the_same_work(name: str) -> None:
     pytest.importorskip("transformers")
     from lightseq_fairseq.cli.benchmark.train.hugging_face import SequenceToSequence
 
     case = Case.parse(name)
     network = SequenceToSequence(case, WORDS).eval()
-    assert sum(p.numel() for p in network.parameters()) == parameters(case.shape, WORDS)
+    learned = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    assert learned == parameters(case.shape, WORDS)
     source, previous, target = batch = pair_batch()
     eager = type(network.model)(network.model.config)
     eager.set_attn_implementation("eager")
@@ -250,7 +257,7 @@ def test_gradients_are_of_the_mean_loss() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("replays", [False, True])
-@pytest.mark.parametrize("name", [SUMMARIES, VERSES])
+@pytest.mark.parametrize("name", [SUMMARIES, VERSES, PAIRED])
 def test_graph_computes_what_the_model_computes(name: str, replays: bool) -> None:
     pytest.importorskip("transformers")
     compare(name, "cuda", torch.bfloat16, replays)

@@ -20,6 +20,7 @@ from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST, SENTENCES, SUMM
 from lightseq_fairseq.cli.benchmark.train.shapes import (
     BART,
     LANGUAGE,
+    MARIAN,
     MASKED,
     NLLB,
     SHAPES,
@@ -68,7 +69,7 @@ class Size(NamedTuple):
 
 MIX = "bertmix"
 SIZES = (
-    Size("", TRANSLATION, Data.PAIRS, "max-tokens"),
+    Size("", TRANSLATION + MARIAN, Data.PAIRS, "max-tokens"),
     Size("", NLLB, Data.VERSES, "max-tokens"),
     Size("", LANGUAGE, Data.TEXT, "block", times=0),
     Size("", MASKED, Data.MASKED, "block", times=0),
@@ -192,7 +193,8 @@ def _no_case(text: str) -> str:
     return (
         f"There is no case {text}: write <model>/<max-tokens>/<precision>, for example "
         "t2t_big/4096/bf16, or t2t_big/4096/bf16/x8 for eight GPUs, with a model of "
-        f"{', '.join(TRANSLATION + NLLB)}; or <model>/<block>x<batch>/<precision>, for example "
+        f"{', '.join(TRANSLATION + NLLB + MARIAN)}; or <model>/<block>x<batch>/<precision>, for "
+        "example "
         f"gpt2_124m/1024x32/bf16, with a model of {', '.join(LANGUAGE + MASKED)}; or "
         f"<model>/{MIX}/<precision> or <model>/sentences<batch>/<precision>, with a model "
         f"of {', '.join(MASKED)}; or <model>/summaries/<precision> or "
@@ -273,8 +275,8 @@ def why_not(system: str, case: Case) -> str | None:
         return "transformers has no model of these sizes here."
     if how.compiled and case.data is Data.CLASSES:
         return "the baselines without fairseq only pre-train RoBERTa."
-    if how.compiled and not how.package and (case.shape.is_bart or case.shape.is_nllb):
-        return "BART and NLLB are compared with those of Hugging Face transformers."
+    if how.compiled and not how.package and case.shape.hugging_face and case.has_pairs:
+        return "BART, NLLB and Marian are compared with those of Hugging Face transformers."
     if how.package and importlib.util.find_spec(how.package) is None:
         return f"{how.package} is not installed."
     if how.compiled and case.precision != "bf16":

@@ -46,8 +46,10 @@ def _training(
     case: Case, how: System, data: Path, report: Path, updates: int, gpu: bool, workers: int
 ) -> Sequence[str]:
     """Arguments of lightseq-train, which adds the same optimizer, criterion, schedule for all."""
+    # fairseq has no Marian: its Transformer of the same sizes, with relu, stands for it.
+    arch = "transformer" if case.shape.is_marian and how.native else case.shape.arch
     flags = {
-        "--arch": f"ls_{case.shape.arch}",
+        "--arch": f"ls_{arch}",
         "--dropout": DROPOUT,
         **_data_flags(case),
         "--max-update": updates,

@@ -99,7 +99,7 @@ class Gradients:
     def __init__(
         self, model: nn.Module, sizes_are_symbols: bool = False, replays: bool = True
     ) -> None:
-        self.parameters = list(model.parameters())
+        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.gpu, self.replays = self.parameters[0].is_cuda, replays
         # Without a GPU speed does not matter, and a C++ compiler may be missing.
         backend = "inductor" if self.gpu else "eager"
@@ -234,7 +234,7 @@ def train(
     model = model.to("cuda" if gpu else "cpu", torch.bfloat16)
     pads_pairs = case.has_pairs and SYSTEMS[system].package == "transformers"
     gradients = Gradients(model, sizes_are_symbols=pads_pairs, replays=system != "transformers")
-    update = Update(list(model.parameters()))
+    update = Update(gradients.parameters)
     feed: Iterator[Batch]
     count = updates + meter.heat + meter.marks
     if pads_pairs:

@@ -175,7 +175,7 @@ def opened(folder: Path) -> Corpus:
         raise UserError(
             f"{folder} does not contain a corpus of lightseq-bench: choose another folder with "
             "--corpus (sentence pairs), --text (running text), --masked (text for RoBERTa) or "
-            "--seq2seq (for BART and NLLB), or one that does not exist yet."
+            "--seq2seq (for BART, NLLB and Marian), or one that does not exist yet."
         ) from None
 
 

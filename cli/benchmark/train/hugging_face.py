@@ -101,7 +101,8 @@ class SequenceToSequence(nn.Module):
     def __init__(self, case: Case, vocabulary: int) -> None:
         super().__init__()
         sizes = pair_config(case.shape, vocabulary, WITHOUT_CAUSAL_MASK)
-        family = getattr(transformers, f"{case.shape.hugging_face}ForConditionalGeneration")
+        task = "MTModel" if case.shape.is_marian else "ForConditionalGeneration"
+        family = getattr(transformers, f"{case.shape.hugging_face}{task}")
         self.model = family(sizes)
 
     def forward(self, *inputs: Tensor) -> Tensor:

@@ -57,6 +57,10 @@ class Shape(NamedTuple):
         return self.hugging_face == "M2M100"
 
     @property
+    def is_marian(self) -> bool:
+        return self.hugging_face == "Marian"
+
+    @property
     def norms_embedding(self) -> bool:
         """Whether the model has a LayerNorm after its embeddings."""
         return self.is_masked or self.is_bart
@@ -122,6 +126,9 @@ _NLLB = Shape(
     hugging_face="M2M100",
     vocabulary=256_206,
 )
+# As many words as opus-mt-en-de has.
+_MARIAN = Shape("marian_base", 512, 2048, 8, activation="silu", hugging_face="Marian",
+                vocabulary=58_101)  # fmt: skip
 _SMALL: dict[str, Any] = {
     "width": 64,
     "ffn": 64,
@@ -160,7 +167,12 @@ SHAPES = {
     "nllb_3.3b": _NLLB._replace(
         width=2048, ffn=8192, encoder_layers=24, decoder_layers=24
     ),
+    "marian_base": _MARIAN,
+    "marian_big": _MARIAN._replace(
+        arch="marian_big", width=1024, ffn=4096, heads=16, activation="relu"
+    ),
     # For machines without a GPU.
+    "marian_tiny": _MARIAN._replace(**_SMALL),
     "bart_tiny": _BART._replace(**_SMALL),
     "nllb_tiny": _NLLB._replace(**_SMALL),
 }  # fmt: skip
@@ -168,4 +180,6 @@ MASKED = [model for model, shape in SHAPES.items() if shape.is_masked]
 LANGUAGE = [model for model, shape in SHAPES.items() if shape.is_language_model]
 BART = [model for model, shape in SHAPES.items() if shape.is_bart]
 NLLB = [model for model, shape in SHAPES.items() if shape.is_nllb]
-TRANSLATION = [model for model in SHAPES if model not in MASKED + LANGUAGE + BART + NLLB]
+MARIAN = [model for model, shape in SHAPES.items() if shape.is_marian]
+_OTHERS = MASKED + LANGUAGE + BART + NLLB + MARIAN
+TRANSLATION = [model for model in SHAPES if model not in _OTHERS]
