@@ -279,6 +279,22 @@ MARIAN = _marian({"marian": "Marian"}, pre_norm=False, classes=("MTModel", "Mode
 MARIAN = MARIAN._replace(
     fixed=(*MARIAN.fixed, Fixed("share_encoder_decoder_embeddings", True, True))
 )
+# With two vocabularies.
+MARIAN_OF_TWO = MARIAN._replace(
+    settings={
+        **MARIAN.settings,
+        "share_all_embeddings": False,
+        "share_decoder_input_output_embed": True,
+    },
+    fixed=(_TIED, Fixed("share_encoder_decoder_embeddings", False, True)),
+    names=(MARIAN.names[0], *MARIAN.names[2:]),
+    tied=DECODER_TABLES,
+    tables={**FSMT.tables, "decoder.logits_bias": "target"},
+    sides={
+        "source": ("vocab_size", "vocab.json"),
+        "target": ("decoder_vocab_size", "target_vocab.json"),
+    },
+)
 PEGASUS = _marian({"pegasus": "Pegasus"}, pre_norm=True, sinusoids=FSMT.sinusoids)
 XGLM = Counterpart(
     types={"xglm": "XGLM"},
@@ -311,4 +327,4 @@ XGLM = Counterpart(
     tables=dict.fromkeys(DECODER_TABLES, "source"),
 )
 
-COUNTERPARTS = (ROBERTA, GPT2, M2M100, MBART, BART, FSMT, MARIAN, PEGASUS, XGLM)
+COUNTERPARTS = (ROBERTA, GPT2, M2M100, MBART, BART, FSMT, MARIAN, MARIAN_OF_TWO, PEGASUS, XGLM)

@@ -9,6 +9,7 @@ import copy
 import re
 import zipfile
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from lightseq_fairseq.checkpoints.vocabulary import Vocabulary, read_json
 
 Tensors = dict[str, Tensor]
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_SIDES = ("source", "target")
 _NEVER = -1e4  # the bias of a logit; not infinite, because label smoothing reads all logits
 
 
@@ -62,10 +64,12 @@ def to_native(folder: Path) -> Imported:
         model = _ours(record, _read(folder))
     except UserError as error:
         raise UserError(f"{folder} cannot be converted: {error}") from error
+    args.source_lang = args.target_lang = None
     if len(record.sides) > 1:  # FSMT's field says only whether all tables are one
-        first, second = (model[table] for table in counterparts.DECODER_TABLES)
-        args.share_decoder_input_output_embed = torch.equal(first, second)
-    args.source_lang, args.target_lang = config.get("langs", (None, None))
+        first, second = (model.get(table) for table in counterparts.DECODER_TABLES)
+        is_one = first is None or second is None or torch.equal(first, second)
+        args.share_decoder_input_output_embed = is_one
+        args.source_lang, args.target_lang = _languages(folder, config)
     ARCH_CONFIG_REGISTRY[record.arch](args)
     known: dict[str, Vocabulary] = {}
     for name, side in record.tables.items():
@@ -78,6 +82,15 @@ def to_native(folder: Path) -> Imported:
     loaded.setdefault("target_dictionary", loaded["source_dictionary"])
     digests = dictionaries.digests(SimpleNamespace(**loaded))
     return Imported(saving.without_optimizer(args, model, digests), known)
+
+
+def _languages(folder: Path, config: dict[str, Any]) -> Sequence[str]:
+    """The languages of a model with two vocabularies, after which its dictionaries are called."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    found = [settings.get(f"{side}_lang") for side in _SIDES]
+    languages: Sequence[str] = config.get("langs") or (found if all(found) else _SIDES)
+    return languages
 
 
 def _read(folder: Path) -> Tensors:

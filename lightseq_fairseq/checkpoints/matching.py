@@ -19,10 +19,12 @@ def of_config(config: dict[str, Any]) -> Counterpart:
         UserError: there is none, or the model computes something else.
     """
     kind = str(config.get("model_type"))
-    record = next((each for each in counterparts.COUNTERPARTS if kind in each.types), None)
-    if record is None:
-        known = ", ".join(kind for each in counterparts.COUNTERPARTS for kind in each.types)
+    records = [each for each in counterparts.COUNTERPARTS if kind in each.types]
+    if not records:
+        kinds = [kind for each in counterparts.COUNTERPARTS for kind in each.types]
+        known = ", ".join(dict.fromkeys(kinds))
         raise UserError(f"its model_type is {kind}, but only these can be converted: {known}.")
+    record = min(records, key=lambda each: len(list(_other_fields(each, config))))
     for name in config.get("architectures") or ():
         if name not in (classes := [record.types[kind] + last for last in record.classes]):
             raise UserError(
@@ -34,13 +36,19 @@ def of_config(config: dict[str, Any]) -> Counterpart:
             "its decoder_start_token_id is not its pad_token_id: our model of this kind begins "
             "with the pad."
         )
+    for name, found, value in _other_fields(record, config):
+        raise UserError(
+            f"its {name} is {found}, but fairseq's model of this kind has {value}: it cannot "
+            "compute the same."
+        )
+    return record
+
+
+def _other_fields(record: Counterpart, config: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The fields that differ from those of all models of a kind: name, value, and theirs."""
     for name, value, default in record.fixed:
         if (found := config.get(name, default)) != value:
-            raise UserError(
-                f"its {name} is {found}, but fairseq's model of this kind has {value}: it cannot "
-                "compute the same."
-            )
-    return record
+            yield name, found, value
 
 
 def settings(record: Counterpart, config: dict[str, Any]) -> dict[str, Any]:

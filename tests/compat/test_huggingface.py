@@ -330,7 +330,7 @@ def test_export_refuses(flags: str, sentence: str, tmp_path: Path) -> None:
 
 def changed(case: str, folder: Path) -> Path:
     """A folder of `transformers` with a fault."""
-    others = {"bias": "bart", "start": "marian", "vocabularies": "marian", "positions": "pegasus"}
+    others = {"bias": "bart", "start": "marian", "untied": "marian", "positions": "pegasus"}
     kind = KINDS[others.get(case, "roberta")]
     model = hugging_face.make(kind, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -341,7 +341,7 @@ def changed(case: str, folder: Path) -> Path:
         "activation": {"hidden_act": "silu"},
         "width": {"intermediate_size": 40},
         "start": {"decoder_start_token_id": 0},
-        "vocabularies": {"share_encoder_decoder_embeddings": False},
+        "untied": {"tie_word_embeddings": False},
     }
     (folder / "config.json").write_text(json.dumps(config | fields.get(case, {})))
     if case == "parts":

@@ -171,6 +171,18 @@ KINDS = {
         _PAIRS,
         counts=False,
     ),
+    "marian-of-two": Kind(
+        "MarianMTModel",
+        {**_PAIR, "activation_function": "swish", "scale_embedding": True, "eos_token_id": 0}
+        | {"forced_eos_token_id": 0, "share_encoder_decoder_embeddings": False}
+        | {"langs": ["a", "b"], "vocab_size": 3 + len(WORDS)}
+        | dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 2 + len(WORDS)),
+        slow({"vocab.json": None, "target_vocab.json": None, "source.spm": None}),
+        ["</s>", "<unk>", *WORDS, "<pad>"],
+        "--arch ls_marian -s a -t b",
+        "-s a -t b --srcdict {0}/dict.a.txt --tgtdict {0}/dict.b.txt",
+        counts=False,
+    ),
     "pegasus": Kind(
         "PegasusForConditionalGeneration",
         {**_PAIR, "activation_function": "relu", "scale_embedding": True},
