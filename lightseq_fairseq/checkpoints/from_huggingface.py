@@ -88,9 +88,8 @@ def _languages(folder: Path, config: dict[str, Any]) -> Sequence[str]:
     """The languages of a model with two vocabularies, after which its dictionaries are called."""
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
-    found = [settings.get(f"{side}_lang") for side in _SIDES]
-    languages: Sequence[str] = config.get("langs") or (found if all(found) else _SIDES)
-    return languages
+    found: list[Any] = config.get("langs") or [settings.get(f"{side}_lang") for side in _SIDES]
+    return found if all(found) else _SIDES
 
 
 def _read(folder: Path) -> Tensors:
