@@ -72,7 +72,8 @@ PATCHES = (
       )),
     Patch("repair", "fairseq.tasks.denoising:DenoisingTask.add_args",
         "fairseq_compat.denoising:add_args",
-        "the task fails with each arch: conflicting option string: --max-source-positions"),
+        "the task fails with each arch: conflicting option string: --max-source-positions",
+        when="fairseq_compat.denoising:task_has_flags"),
     *(Patch("repair", f"fairseq.data{name}", f"fairseq_compat.denoising:{ours}", _NOISE)
       for name, ours in ((":DenoisingDataset.__init__", "__init__"),
                          (":DenoisingDataset.__getitem__", "__getitem__"),

@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 from fairseq.data import DenoisingDataset, ResamplingDataset
+from fairseq.tasks.denoising import DenoisingTask
 from torch import Tensor
 
 from lightseq_fairseq.fairseq_compat.noise import Noise
+
+
+def task_has_flags() -> bool:
+    """Whether the task defines its flags itself; later versions have a dataclass."""
+    return "add_args" in vars(DenoisingTask)
 
 
 def add_args(original: Callable[..., None], parser: argparse.ArgumentParser) -> None:
@@ -25,13 +31,9 @@ def add_args(original: Callable[..., None], parser: argparse.ArgumentParser) -> 
         options.conflict_handler = handler
 
 
-def __init__(
-    original: Callable[..., None], self: Any, dataset: Any, sizes: Any, vocab: Any, mask_idx: int,
-    mask_whole_words: Any, shuffle: bool, seed: int, args: Any, *others: Any, **options: Any,
-) -> None:  # fmt: skip
-    settings = dataset, sizes, vocab, mask_idx, mask_whole_words, shuffle, seed, args
-    original(self, *settings, *others, **options)
-    self.noise = Noise(self, args.poisson_lambda if args.mask_length == "span-poisson" else None)
+def __init__(original: Callable[..., None], self: Any, *settings: Any, **options: Any) -> None:
+    original(self, *settings, **options)
+    self.noise = Noise(self)
 
 
 def __getitem__(original: Callable[..., Any], self: Any, index: int) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def item(dataset: Any, index: int, number: int) -> dict[str, Any]:
 
 
 def resampled_item(original: Callable[..., Any], self: Any, index: int) -> Any:
-    if isinstance(self.dataset, DenoisingDataset):
+    if type(self.dataset) is DenoisingDataset:
         return item(self.dataset, self._cur_indices.array[index], index)
     return original(self, index)
 
@@ -67,9 +69,10 @@ def load_dataset(
     original: Callable[..., None], self: Any, split: str, *args: Any, **options: Any
 ) -> None:
     # fairseq writes valid,valid_de,valid_en into the setting of which it then loads another subset.
-    subsets = self.args.valid_subset
+    settings = getattr(self, "cfg", None) or self.args
+    subsets = settings.valid_subset
     original(self, split, *args, **options)
-    self.args.valid_subset = subsets
+    settings.valid_subset = subsets
     for number, part in enumerate(self.datasets[split].dataset.datasets):
         corpus = part.dataset if isinstance(part, ResamplingDataset) else part
         corpus.noise.corpus = number

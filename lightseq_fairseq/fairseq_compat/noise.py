@@ -17,37 +17,19 @@ import numpy as np
 
 from lightseq_fairseq.memory.filling import positions
 
-_LONGEST = 128  # fairseq's table of span lengths has no longer ones
-_RAREST = 1e-7  # the table ends after the first length that is rarer
-
-
-def span_lengths(mean: float) -> np.ndarray:
-    """The cumulative probabilities of span lengths 0, 1, ... with ``--poisson-lambda`` ``mean``.
-
-    They are Poisson's, cut off where fairseq cuts them off. From a mean of about 16.1 on, fairseq's
-    table consists of the length 0 alone.
-    """
-    chances: list[float] = []
-    while len(chances) < _LONGEST and (not chances or chances[-1] >= _RAREST):
-        k = len(chances)
-        chances.append(math.exp(-mean) * mean**k / math.factorial(k))
-    ends = np.cumsum(chances)
-    return ends / ends[-1]
-
 
 class Noise:
     """The noise of the items of one DenoisingDataset of fairseq.
 
     Args:
         dataset: supplies the settings; its vocabulary is complete, with <mask>.
-        mean: --poisson-lambda, if spans are masked; else None.
 
     Attributes:
         corpus: the number of the dataset among those of a task. The items of two corpora that have
             the same index must not have the same noise, because they may be translations.
     """
 
-    def __init__(self, dataset: Any, mean: float | None) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.corpus = 0
         self._seed = dataset.seed % 2**32
         self._words = len(dataset.vocab)
@@ -61,7 +43,10 @@ class Noise:
         self._inserted = dataset.insert_ratio
         self._rotated = dataset.rotate_ratio
         self._kept = dataset.replace_length  # of a span: 0 or 1 tokens, or all (-1)
-        self._lengths = None if mean is None else span_lengths(mean)
+        self._lengths = None  # cumulative probabilities of the lengths of spans
+        if dataset.mask_span_distribution is not None:
+            ends = dataset.mask_span_distribution.probs.double().numpy().cumsum()
+            self._lengths = ends / ends[-1]
         self._rng = np.random.RandomState(0)  # its streams are the same in all versions of numpy
 
     def of_item(self, tokens: np.ndarray, epoch: int, item: int) -> np.ndarray:
