@@ -13,6 +13,7 @@ import click
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli import score
+from lightseq_fairseq.cli.checks.trained_task import with_task
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
@@ -64,7 +65,7 @@ def main(
     def translate(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
         _translate(fairseq_main, args, words, output, reference, output_text)
 
-    run_fairseq("generate", words, native=native, around=translate)
+    run_fairseq("generate", words, native=native, complete=with_task, around=translate)
 
 
 def _translate(

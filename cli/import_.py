@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +18,29 @@ from lightseq_fairseq.cli.words.argv import flag_of
 @own("lightseq-import")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
-def main(source: Path, output: Path) -> None:
+@click.option(
+    "--add-languages", metavar="NEW=LIKE,...",
+    help="Add languages to a model of Hugging Face: each gets a row, which begins as the row of a "
+    "similar language. The number of rows becomes a multiple of 8.",
+)  # fmt: skip
+@click.option(
+    "--only-words-of", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
+    help="Keep only the rows of words that these files of raw text use, of single characters and "
+    "of special words; lightseq-export can restore the others. May be repeated.",
+)  # fmt: skip
+def main(
+    source: Path, output: Path, add_languages: str | None, only_words_of: tuple[Path, ...]
+) -> None:
     """Convert SOURCE to a fairseq checkpoint, which fairseq and this package can use.
 
     SOURCE is a folder of Hugging Face transformers: config.json, the weights (safetensors or
     pytorch_model.bin, in one file or several) and the tokenizer. OUTPUT becomes a folder with
-    model.pt, dict.txt and, if the model knows languages, languages.txt:
+    model.pt, dict.txt, the tokenizer and, if the model knows languages, languages.txt:
 
     \b
-        lightseq-import roberta-base roberta
-        lightseq-train DATA --arch ls_roberta --finetune-from-model roberta/model.pt
+        lightseq-import nllb-200-distilled-600M nllb --add-languages xho_Latn=zul_Latn
+        lightseq-preprocess --hf-tokenizer nllb -s eng_Latn -t xho_Latn ... --destdir DATA
+        lightseq-train DATA --arch ls_transformer --finetune-from-model nllb/model.pt ...
 
     Or SOURCE is a checkpoint of the original LightSeq 2 or 3. OUTPUT becomes a checkpoint with the
     same weights and no optimizer state:
@@ -38,38 +52,62 @@ def main(source: Path, output: Path) -> None:
     if output.exists():
         raise UserError(f"{output} exists already: choose another OUTPUT.")
     if source.is_dir():
-        _hugging_face(source, output)
+        _hugging_face(source, output, _languages(add_languages or ""), only_words_of)
+    elif add_languages or only_words_of:
+        flag = "--add-languages" if add_languages else "--only-words-of"
+        raise UserError(f"{flag} needs a folder of Hugging Face, and {source} is none: remove it.")
     else:
         _original_lightseq(source, output)
 
 
-def _hugging_face(source: Path, output: Path) -> None:
-    from lightseq_fairseq.base import files
+def _languages(text: str) -> dict[str, str]:
+    """New languages, and those whose rows they begin with."""
+    languages = dict(part.partition("=")[::2] for part in text.split(",") if part)
+    for new, like in languages.items():
+        if not new or not like:
+            raise UserError(
+                f"--add-languages {text} does not say which language each is like: write "
+                f"{new or 'NEW'}=LIKE, with a similar language that the model knows."
+            )
+    return languages
+
+
+def _hugging_face(
+    source: Path, output: Path, languages: dict[str, str], texts: tuple[Path, ...]
+) -> None:
+    from lightseq_fairseq.base import files, tokenizer
     from lightseq_fairseq.checkpoints import from_huggingface, saving
 
-    state, vocabularies = from_huggingface.to_native(source)
-    args = state["args"]
-    args.data = str(output.resolve())
-    names = {side: f"dict.{getattr(args, f'{side}_lang', None)}.txt" for side in vocabularies}
-    if len(names) == 1:
-        names = {"source": "dict.txt"}
     with files.placed(output) as place:
         place.mkdir()
+        imported = from_huggingface.to_native(source, place, languages, texts)
+        state, vocabularies = imported.state, imported.vocabularies
+        args = state["args"]
+        args.data = str(output.resolve())
+        names = {side: f"dict.{getattr(args, f'{side}_lang', None)}.txt" for side in vocabularies}
+        if len(names) == 1:
+            names = {"source": "dict.txt"}
         saving.save(saving.own_storage(state), str(place / "model.pt"))
         for side, known in vocabularies.items():
             known.dictionary().save(str(place / names[side]))
             if known.languages:
                 text = "".join(f"{language}\n" for language in known.languages)
                 (place / "languages.txt").write_text(text, encoding="utf-8")
-    dictionary = " ".join(
+    words = " ".join(
         f"--{flag}dict {output / name}" for flag, name in zip(("src", "tgt"), names.values())
     )
-    joined = " --joined-dictionary" if args.task == "translation" and len(names) == 1 else ""
+    if args.task == "translation" and len(names) == 1:
+        words += " --joined-dictionary"
+    with contextlib.suppress(UserError):  # FSMT's folders have no tokenizer that we can read
+        tokenizer.of_folder(output, "source")
+        words = f"--hf-tokenizer {output}"
+    languages_of = [known.languages for known in vocabularies.values()]
+    task = imported.flags.format(folder=output, languages=",".join(languages_of[0]))
     click.echo(
         f"wrote {output}; to train it further:\n"
-        f"lightseq-preprocess ... {dictionary}{joined}\n"
-        f"lightseq-train DATA --arch ls_{args.arch.removeprefix(PREFIX)} --finetune-from-model "
-        f"{output / 'model.pt'}"
+        f"lightseq-preprocess ... {words}\n"
+        f"lightseq-train DATA --arch ls_{args.arch.removeprefix(PREFIX)}{task} "
+        f"--finetune-from-model {output / 'model.pt'}"
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import click
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.checks.trained_task import with_task
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.output import Lines, UnknownWords
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
@@ -47,7 +48,11 @@ def main(words: list[str], native: bool, output_text: Path | None) -> None:
     """
     with text_output(output_text) if output_text else contextlib.nullcontext() as texts:
         translate = functools.partial(_translate, texts)
-        run_fairseq("interactive", words, native=native, complete=_one_process, around=translate)
+
+        def complete(argv: list[str]) -> list[str]:
+            return _one_process(with_task(argv))
+
+        run_fairseq("interactive", words, native=native, complete=complete, around=translate)
 
 
 class _AtOnce(Lines):

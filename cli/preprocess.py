@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +18,18 @@ from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 
 
 @launcher("preprocess")
-def main(words: list[str]) -> None:
+@click.option(
+    "--hf-tokenizer", metavar="PATH", type=click.Path(path_type=Path),
+    help="Read raw text and split it by this tokenizer: a folder of Hugging Face transformers or "
+    "of lightseq-import, or a tokenizer.json. Dictionaries have its words, unless --srcdict or "
+    "--tgtdict is set.",
+)  # fmt: skip
+@click.option(
+    "--sentencepiece", metavar="FILE[,FILE]",
+    help="Like --hf-tokenizer, with a model of sentencepiece; two files, separated by a comma, are "
+    "the source's and the target's.",
+)  # fmt: skip
+def main(words: list[str], hf_tokenizer: Path | None, sentencepiece: str | None) -> None:
     """Build dictionaries and binarise sentence pairs, or running text with --only-source.
 
     Takes every option of fairseq-preprocess:
@@ -24,13 +38,20 @@ def main(words: list[str]) -> None:
         lightseq-preprocess -s en -t de --trainpref corpus/train.bpe --validpref corpus/valid.bpe \\
             --testpref corpus/test.bpe --destdir data-bin/wmt14_en_de --joined-dictionary
 
+    With a tokenizer, the files are raw text, and the data folder keeps the tokenizer: later
+    commands read and write raw text without a flag.
+
     A line ends at a line feed only: a carriage return within a line is a space. Files of one split
     with different numbers of lines are refused before anything is written.
     """
-    run_fairseq("preprocess", words, around=_preprocess)
+    if hf_tokenizer and sentencepiece:
+        raise UserError("--hf-tokenizer and --sentencepiece cannot be used together: remove one.")
+    paths = [hf_tokenizer] if hf_tokenizer else list(map(Path, (sentencepiece or "").split(",")))
+    given = paths if hf_tokenizer or sentencepiece else []
+    run_fairseq("preprocess", words, around=functools.partial(_preprocess, given))
 
 
-def _preprocess(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
+def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
     notes = []
     for paths in () if args.dict_only else _splits(args):
         counts = {}
@@ -48,7 +69,15 @@ def _preprocess(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
         raise UserError(f"{notes[0]} --alignfile cannot be used with it: replace it by a space.")
     for note in notes:
         click.echo(f"lightseq-preprocess: note: {note}", err=True)
-    with files.no_empty_folder(args.destdir):
+    with contextlib.ExitStack() as within:
+        within.enter_context(files.no_empty_folder(args.destdir))
+        if given:
+            from lightseq_fairseq.checkpoints import raw_text  # imports fairseq
+            from lightseq_fairseq.fairseq_compat import patching
+
+            binarise = within.enter_context(raw_text.data_folder(given, args))
+            name = "fairseq_cli.preprocess:_make_binary_dataset"
+            within.enter_context(patching.within(name, binarise))
         fairseq_main(args)
 
 

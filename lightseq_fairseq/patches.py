@@ -239,6 +239,8 @@ PATCHES = (
         "lightseq-interactive: prints each line at once, by the code of Translator"),
     Patch("scoped", "fairseq_cli.preprocess:main", "cli.start.launch:run_fairseq",
         "lightseq-preprocess: refuses sides of different lengths before it writes"),
+    Patch("scoped", "fairseq_cli.preprocess:_make_binary_dataset",
+        "cli.preprocess:_preprocess", "lightseq-preprocess: splits raw text by a tokenizer"),
     Patch("scoped", "fairseq_cli.interactive:buffered_read", "cli.interactive:_translate",
         _CR, instead=True),
     Patch("scoped", "sacrebleu:corpus_bleu", "fairseq_compat.scoring:_inference_with_bleu",

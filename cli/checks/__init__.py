@@ -59,6 +59,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("flags:supported"),  # by our model, unless --native; notes on settings without effect
         Check("values:path", "generate interactive validate eval-lm"),
         Check("checkpoints:direction", "generate interactive", data="sentence pairs"),
+        Check("raw_text:known_tokenizer", "generate interactive"),
         Check("values:texts"),  # those that fairseq evaluates, joiners of subwords, NaN
         Check("values:numbers"),  # counts, ranks, rates
         Check("machine:backend"),  # sets gloo if no GPU is used

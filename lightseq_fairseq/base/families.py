@@ -62,6 +62,7 @@ class Task(NamedTuple):
         prompts: generation continues its samples; they have no source.
         dictionaries: the files of "source", "target" and "label" in the data folder, in which
             {...} are settings of the task; None: `checkpoints.export` does not know them.
+        of_checkpoint: settings that generation takes from the checkpoint, with the task itself.
         symbols: those that it adds to the words of a dictionary file; one with {langs} for each
             language of --langs.
         tuning: the recipe of runs that begin with a model (--finetune-from-model), if it is another
@@ -79,6 +80,7 @@ class Task(NamedTuple):
     adds_losses: bool = False
     prompts: bool = False
     dictionaries: dict[str, str] | None = None
+    of_checkpoint: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
     tuning: Recipe | None = None
 
@@ -170,6 +172,7 @@ _OF_PAIRS = (
             *_OF_HEADS,
         ),
         dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
+        of_checkpoint=("source_lang", "target_lang", "langs", "prepend_bos"),
         symbols=("[{langs}]", "<mask>"),
     ),
     Task(
@@ -180,6 +183,7 @@ _OF_PAIRS = (
         ("setup_task", "load_dataset"),
         unread=("--keep-inference-langtok", "--enable-lang-ids", *_OF_HEADS),
         dictionaries={"source": "dict.{source_lang}.txt", "target": "dict.{target_lang}.txt"},
+        of_checkpoint=("lang_pairs",),
         tuning=_FROM_MBART._replace(
             schedule="--lr 3e-5 --lr-scheduler inverse_sqrt --warmup-updates 2500",
             decays=False,

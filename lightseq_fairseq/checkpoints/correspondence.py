@@ -81,6 +81,7 @@ class Counterpart(NamedTuple):
             lacks from taking a share of the probability.
         first_words: fields of config.json if there is no other config.json to begin with.
         languages: pattern of words that name a language, and how fairseq writes a language.
+        flags: of lightseq-train for sentence pairs of its languages.
         spare: a word that no text has, for rows that fairseq has in addition.
         sides: side of the words -> config.json's field of their number, and the file with the words
             if the folder has no tokenizer.json.
@@ -111,6 +112,7 @@ class Counterpart(NamedTuple):
     own_bias: str = ""
     first_words: dict[str, Any] = {}
     languages: tuple[str, str] | None = None
+    flags: str = ""
     spare: str = ""
     sides: dict[str, tuple[str, str]] = {"source": ("vocab_size", "vocab.json")}
 

@@ -234,6 +234,8 @@ M2M100 = _encoder_decoder(
     learned=False,
     layerdrop=0.05,
     languages=(r"__(\w+)__|([a-z]{3}_[A-Z][a-z]{3})", "__{}__"),
+    flags="--task translation_multi_simple_epoch --encoder-langtok src --decoder-langtok "
+    "--lang-dict {folder}/languages.txt --lang-pairs SOURCE-TARGET",
 )
 MBART = _encoder_decoder(
     {"mbart": "MBart"},
@@ -241,6 +243,7 @@ MBART = _encoder_decoder(
     pre_norm=True,
     learned=True,
     languages=(r"([a-z]{2}_[A-Z]{2})", "[{}]"),
+    flags="--task translation_from_pretrained_bart --langs {languages}",
 )
 BART = _encoder_decoder({"bart": "Bart"}, arch="bart_base", pre_norm=False, learned=True)
 FSMT = _encoder_decoder({"fsmt": "FSMT"}, pre_norm=False, learned=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 import zipfile
 from argparse import Namespace
 from collections.abc import Sequence
@@ -22,13 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightseq_fairseq.base import dictionaries
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.checkpoints import counterparts, matching, saving, vocabulary
+from lightseq_fairseq.checkpoints import counterparts, matching, new_rows, saving, vocabulary
 from lightseq_fairseq.checkpoints.correspondence import Counterpart
 from lightseq_fairseq.checkpoints.vocabulary import Vocabulary, read_json
 
 Tensors = dict[str, Tensor]
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SIDES = ("source", "target")
+_INDEX = ".index.json"
 _NEVER = -1e4  # the bias of a logit; not infinite, because label smoothing reads all logits
 
 
@@ -38,16 +40,24 @@ class Imported(NamedTuple):
     Attributes:
         state: the checkpoint.
         vocabularies: of "source" and, if it is another one, of "target".
+        flags: as in the record, of a model that knows languages; else empty.
     """
 
     state: dict[str, Any]
     vocabularies: dict[str, Vocabulary]
+    flags: str
 
 
-def to_native(folder: Path) -> Imported:
+def to_native(
+    folder: Path, place: Path, languages: dict[str, str], texts: Sequence[Path]
+) -> Imported:
     """The checkpoint of fairseq that computes the same as a folder of `transformers`.
 
     Tensors stay in the files of the folder until they are read.
+
+    Args:
+        place: a new folder, which gets the tokenizer of the result, and its config.json.
+        languages, texts: as for `new_rows.change`; empty: all rows stay.
 
     Raises:
         UserError: the folder is incomplete, or no model of fairseq computes the same.
@@ -61,27 +71,54 @@ def to_native(folder: Path) -> Imported:
     try:
         record = matching.of_config(config)
         args = Namespace(arch=record.arch, task=record.task, **matching.settings(record, config))
-        model = _ours(record, _read(folder))
     except UserError as error:
         raise UserError(f"{folder} cannot be converted: {error}") from error
     args.source_lang = args.target_lang = None
+    model = parameters(record, folder)
     if len(record.sides) > 1:  # FSMT's field says only whether all tables are one
         first, second = (model.get(table) for table in counterparts.DECODER_TABLES)
         is_one = first is None or second is None or torch.equal(first, second)
         args.share_decoder_input_output_embed = is_one
         args.source_lang, args.target_lang = _languages(folder, config)
     ARCH_CONFIG_REGISTRY[record.arch](args)
+    for path in vocabulary.files_of(folder):
+        shutil.copyfile(path, place / path.name)
     known: dict[str, Vocabulary] = {}
+    rows: list[int] | None = None
     for name, side in record.tables.items():
         if name in model:
+            if rows is None and (languages or texts):
+                vocabulary.of_folder(folder, record, side, len(model[name]))  # or a UserError
+                rows = new_rows.change(place, record, len(model[name]), languages, texts)
+            if rows is not None:
+                model[name] = model[name][rows]
             if side not in known:
-                known[side] = vocabulary.of_folder(folder, record, side, len(model[name]))
+                words = folder if rows is None else place
+                known[side] = vocabulary.of_folder(words, record, side, len(model[name]))
             model[name] = _our_rows(model[name], known[side], name == record.own_bias)
     _complete(record, args, model, known, folder)
     loaded = {f"{side}_dictionary": each.dictionary() for side, each in known.items()}
     loaded.setdefault("target_dictionary", loaded["source_dictionary"])
     digests = dictionaries.digests(SimpleNamespace(**loaded))
-    return Imported(saving.without_optimizer(args, model, digests), known)
+    flags = f" {record.flags}" if known["source"].languages else ""
+    return Imported(saving.without_optimizer(args, model, digests), known, flags)
+
+
+def parameters(record: Counterpart, folder: Path) -> Tensors:
+    """The parameters in a folder of `transformers` under fairseq's names, with its rows.
+
+    Raises:
+        UserError: it has no weights, or a file of them cannot be read.
+    """
+    try:
+        return _ours(record, _read(folder))
+    except UserError as error:
+        raise UserError(f"{folder} cannot be converted: {error}") from error
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder contains weights in one of the formats that are read here."""
+    return any((folder / f"{name}{more}").exists() for name in _WEIGHTS for more in ("", _INDEX))
 
 
 def _languages(folder: Path, config: dict[str, Any]) -> Sequence[str]:
@@ -97,9 +134,9 @@ def _read(folder: Path) -> Tensors:
     for name in _WEIGHTS:
         if (folder / name).exists():
             return _read_file(folder / name)
-        if (folder / f"{name}.index.json").exists():
+        if (folder / f"{name}{_INDEX}").exists():
             parts = sorted(
-                set(read_json(folder / f"{name}.index.json").get("weight_map", {}).values())
+                set(read_json(folder / f"{name}{_INDEX}").get("weight_map", {}).values())
             )
             if missing := [part for part in parts if not (folder / part).exists()]:
                 raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from lightseq_fairseq.base import dictionaries, families, files
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.checkpoints import counterparts, matching, vocabulary
+from lightseq_fairseq.base.tokenizer import FOLDER, is_unnamed
+from lightseq_fairseq.checkpoints import counterparts, from_huggingface, matching, vocabulary
 from lightseq_fairseq.checkpoints.correspondence import Counterpart
 from lightseq_fairseq.checkpoints.export import find_dictionaries
 from lightseq_fairseq.checkpoints.trained import Trained
 from lightseq_fairseq.checkpoints.vocabulary import read_json
+from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
 Tensors = dict[str, Tensor]
 _HEADS = "classification_heads."
@@ -31,7 +34,6 @@ _FIRST_WORDS = {
     "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
-_NEVER_COPIED = (".safetensors", ".bin", ".index.json", ".msgpack", ".h5", ".pt", ".gitattributes")
 
 
 def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | None) -> None:
@@ -40,15 +42,18 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     Args:
         data: the folder with the dictionaries; None for the folder named in the checkpoint.
         tokenizer: a folder of `transformers` with the tokenizer, whose files are copied, and whose
-            rows the embedding gets; None: rows have fairseq's order.
+            rows the embedding gets. Rows of words that the dictionary lacks are those of the
+            weights in this folder. None: the folder's that the data folder has; without one, rows
+            have fairseq's order.
 
     Raises:
         UserError: no model of `transformers` computes the same, the tokenizer has words that the
-            dictionary lacks, or ``output`` cannot be written.
+            dictionary lacks and the folder no weights, or ``output`` cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    tokenizer = tokenizer or _of_data(data or settings_of(trained.checkpoint, "task").get("data"))
     like = {}
     if tokenizer is not None and (tokenizer / "config.json").exists():
         like = read_json(tokenizer / "config.json")
@@ -67,6 +72,9 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
                 f"{len(weights[name])}: set --data to the folder with the run's dictionaries."
             )
     rows = {side: _their_rows(words[side], record, side, tokenizer) for side in record.sides}
+    whole: Tensors = {}
+    if tokenizer is not None and any(None in order for order in rows.values()):
+        whole = _whole(record, tokenizer, weights)
     labels = _labels(weights, words.get("label"))
     config = {
         **{name: value for name, value in like.items() if name != "torch_dtype"},
@@ -83,14 +91,14 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     languages = [getattr(trained.args, f"{side}_lang", None) for side in ("source", "target")]
     if len(rows) > 1 and all(languages):
         config["langs"] = languages
-    model = _theirs(record, weights, rows, config)
+    model = _theirs(record, weights, rows, whole, config)
     with files.placed(output) as place:
         place.mkdir()
-        for path in tokenizer.iterdir() if tokenizer else ():
-            if path.is_file() and not path.name.endswith(_NEVER_COPIED):
-                shutil.copyfile(path, place / path.name)
+        for path in vocabulary.files_of(tokenizer) if tokenizer else ():
+            shutil.copyfile(path, place / path.name)
         for side in record.sides if tokenizer else ():
-            vocabulary.add(place, record, [words[side][row] for row in rows[side]])
+            named = ["" if row is None else words[side][row] for row in rows[side]]
+            vocabulary.add(place, record, named)
         text = json.dumps(config, indent=2, sort_keys=True, default=str)
         (place / "config.json").write_text(f"{text}\n")
         try:
@@ -106,6 +114,12 @@ def with_positions(args: Any, model: Any) -> None:
     first, last = positions if isinstance(positions, tuple) else (positions, positions)
     args.max_positions = args.max_source_positions = first
     args.max_target_positions = last
+
+
+def _of_data(data: Any) -> Path | None:
+    """The folder of the tokenizer in a data folder, if it is that of a model of `transformers`."""
+    folder = Path(str(data or ".").partition(os.pathsep)[0]) / FOLDER
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _use_embeddings_of_gpt2(args: Any, weights: Tensors) -> None:
@@ -142,27 +156,67 @@ def _words(trained: Trained, data: str | None) -> dict[str, list[str]]:
 
 def _their_rows(
     symbols: list[str], record: Counterpart, side: str, tokenizer: Path | None
-) -> list[int]:
-    """fairseq's rows in the order of Hugging Face's; rows of new words come last."""
+) -> list[int | None]:
+    """fairseq's rows in the order of Hugging Face's, None for a word that fairseq's dictionary
+    lacks; rows of new words come last."""
     if tokenizer is None:
         return list(range(len(symbols)))
     known = vocabulary.of_folder(tokenizer, record, side)
     row_of = {word: row for row, word in enumerate(symbols)}
-    pairs = [(number, word) for word, number in zip(known.words, known.ids) if number is not None]
-    if missing := [word for _, word in pairs if word not in row_of]:
+    theirs = [w for n, w in sorted((n, w) for w, n in zip(known.words, known.ids) if n is not None)]
+    lacking = [word for word in theirs if word not in row_of]
+    if not lacking:
+        new = sorted(row_of[word] for word in row_of.keys() - set(known.words))
+        return [*(row_of[word] for word in theirs), *new]
+    if not from_huggingface.has_weights(tokenizer):
         raise UserError(
-            f"The tokenizer in {tokenizer} has {len(missing)} words that the dictionary of the "
-            f"model lacks, such as {missing[0]}: use the tokenizer that the dictionary was made "
-            "of, or remove --tokenizer."
+            f"The tokenizer in {tokenizer} has {len(lacking)} words that the dictionary of the "
+            f"model lacks, such as {lacking[0]}: use the tokenizer that the dictionary was made "
+            "of, or the folder of the model that it was made of, which has the rows of all words."
         )
+    # Names of rows without a word are numbers of other rows here.
+    row_of = {word: row for word, row in row_of.items() if not is_unnamed(word)}
     new = sorted(row_of[word] for word in row_of.keys() - set(known.words))
-    return [row_of[word] for _, word in sorted(pairs)] + new
+    used = max(number for number, word in enumerate(theirs) if not is_unnamed(word)) + 1
+    found = [row_of.get(word) for word in theirs]
+    return [*found[:used], *new, *found[used + len(new) :]]
+
+
+def _whole(record: Counterpart, folder: Path, weights: Tensors) -> Tensors:
+    """The parameters of a folder, whose tables have rows that fit the model's.
+
+    Raises:
+        UserError: they are of another model.
+    """
+    whole = from_huggingface.parameters(record, folder)
+    for name in record.tables:
+        if name in whole and name in weights and whole[name].shape[1:] != weights[name].shape[1:]:
+            raise UserError(
+                f"The dictionary of the model lacks words of the tokenizer in {folder}, whose "
+                f"weights are of another model (an embedding of {list(whole[name].shape)}, not of "
+                f"{list(weights[name].shape)}): use the folder that the model was made of."
+            )
+    return whole
+
+
+def _restored(value: Tensor, order: list[int | None], whole: Tensor) -> Tensor:
+    """A table of all words, of which the model has only some; the others' rows are `whole`'s."""
+    table = torch.empty(len(order), *value.shape[1:], dtype=value.dtype)
+    table[: len(whole)] = whole[: len(order)]
+    known = [(number, row) for number, row in enumerate(order) if row is not None]
+    numbers, rows = (list(each) for each in zip(*known))
+    table[numbers] = value[rows]
+    return table
 
 
 def _theirs(
-    record: Counterpart, weights: Tensors, rows: dict[str, list[int]], config: dict[str, Any]
-) -> Tensors:
-    """The parameters under Hugging Face's names, with its rows; each has its own memory."""
+    record: Counterpart, weights: Tensors, rows: dict[str, list[int | None]],
+    whole: Tensors, config: dict[str, Any],
+) -> Tensors:  # fmt: skip
+    """The parameters under Hugging Face's names, with its rows; each has its own memory.
+
+    whole: the tables of the rows that the model lacks.
+    """
     model: Tensors = {}
     heads = any(name.startswith(_HEADS) for name in weights)
     first = weights[record.tied[0]].data_ptr() if config["tie_word_embeddings"] else None
@@ -184,7 +238,11 @@ def _theirs(
             )
         if ours in record.tables:
             order = rows[record.tables[ours]]
-            value = value if order == list(range(len(value))) else value[order]
+            if None in order:
+                named = ours if ours in whole else next(x for x in record.tied if x in whole)
+                value = _restored(value, order, whole[named])
+            elif order != list(range(len(value))):
+                value = value[order]
         if ours.endswith("embed_positions.weight"):
             value = value[record.first_position :]
         if record.fused and record.fused in theirs:

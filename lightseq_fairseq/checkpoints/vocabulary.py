@@ -14,8 +14,13 @@ from typing import Any, NamedTuple
 from fairseq.data import Dictionary
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.tokenizer import UNNAMED, is_unnamed
 from lightseq_fairseq.checkpoints.correspondence import Counterpart
 
+_OTHERS = (
+    *(".safetensors", ".bin", ".index.json", ".msgpack", ".h5", ".pt", ".onnx", ".ot", ".gguf"),
+    ".gitattributes",
+)
 _FIRST = ("<s>", "<pad>", "</s>", "<unk>")
 
 
@@ -55,6 +60,17 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} cannot be read ({reason}): check the folder.") from error
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The files of a folder of `transformers`, or of an import, that are no weights."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and not path.name.endswith(_OTHERS)
+        and not re.fullmatch(r"dict\..*txt|languages\.txt", path.name)
+    ]
+
+
 def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = None) -> Vocabulary:
     """The vocabulary of the tokenizer in a folder of `transformers`.
 
@@ -91,7 +107,7 @@ def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = N
             languages.append(language[language.lastindex or 1])
             word = record.languages[1].format(languages[-1])
         if not word or word in seen or re.search(r"\s", word):  # no line of dict.txt
-            word = f"madeupword{number:04d}"
+            word = UNNAMED.format(number)
         seen.add(word)
         words.append(word)
     by_word = {word: number for number, word in tokens.items()}
@@ -103,8 +119,10 @@ def add(folder: Path, record: Counterpart, words: list[str]) -> None:
     """Adds the last words to the tokenizer.json in a folder, if its tokenizer has fewer.
 
     Args:
-        words: of all rows, in the order of Hugging Face's.
+        words: of all rows, in the order of Hugging Face's; empty for a row without a word.
     """
+    while words and (not words[-1] or is_unnamed(words[-1])):
+        words = words[:-1]
     path = folder / "tokenizer.json"
     known = max(_tokens(folder, "")[0]) + 1 if path.exists() else len(words)
     if known >= len(words):

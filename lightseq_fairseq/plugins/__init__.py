@@ -11,6 +11,7 @@
                  ls_sentence_prediction
     optimizer    --optimizer ls_adam
     generator    our search, by task.build_generator
+    raw_text     --bpe tokenizer_folder
 
 ``lightseq-train`` imports the package as ``lightseq_fairseq.plugins``, which changes only fairseq's
 registries. ``fairseq-train --user-dir`` with this folder imports it as ``plugins``, possibly a
@@ -33,7 +34,7 @@ from fairseq.models import (  # noqa: E402
     register_model_architecture,
 )
 
-from lightseq_fairseq.plugins import criterion, optimizer  # noqa: E402, F401
+from lightseq_fairseq.plugins import criterion, optimizer, raw_text  # noqa: E402, F401
 from lightseq_fairseq.plugins.flat_model import registered_name  # noqa: E402
 
 for family in FAMILIES:

@@ -317,8 +317,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(UNREAD, "validate",
             "--bpe-codes --bpe-separator --bpe-vocab --bpe-merges --bpe-add-prefix-space "
             "--bpe-vocab-file --bpe-cased --gpt2-encoder-json --gpt2-vocab-bpe "
-            "--sentencepiece-model --sentencepiece-model-path --bf16 --memory-efficient-bf16 "
-            "--post-process"),
+            "--sentencepiece-model --sentencepiece-model-path --tokenizer-folder --bf16 "
+            "--memory-efficient-bf16 --post-process"),
     Setting(UNREAD, "interactive",
             "--no-progress-bar --log-interval --log-format --num-workers --dataset-impl "
             "--data-buffer-size --load-alignments --left-pad-source --left-pad-target "

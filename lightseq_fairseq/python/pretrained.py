@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
-from lightseq_fairseq.cli.checks import Request, messages, parsing
+from lightseq_fairseq.cli.checks import Request, messages, parsing, trained_task
 from lightseq_fairseq.cli.start import launch
 from lightseq_fairseq.cli.translate.output import UnknownWords
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
@@ -139,6 +139,9 @@ class Pretrained:
         paths = [checkpoint_in(path) for path in _listed(checkpoint)]
         trained = _trained(paths[0], cls.kind, options)
         options = {name: trained.get(name) for name in cls.kind.settings} | options
+        if options.get("task") is None:
+            known = trained_task.options_of(trained)
+            options = known | {name: each for name, each in options.items() if each is not None}
         if not any(options.get(name) for name in _BATCH):
             options |= cls.kind.batch
         folder = trained_on(trained, paths[0]) if data is None else os.fspath(data)

@@ -21,7 +21,10 @@ class Translator(Pretrained):
     """
 
     kind = Kind(
-        tasks=("translation", "translation_multi_simple_epoch"),
+        tasks=(
+            *("translation", "translation_multi_simple_epoch"),
+            "translation_from_pretrained_bart",
+        ),
         call="translate",
         inputs="sentences",
         advice="use the checkpoint of a translation model. If this model translates, pass task and "

@@ -211,6 +211,7 @@ def test_an_imported_model_of_several_languages_translates(tmp_path: Path) -> No
     words = ["--path", tmp_path / "imported/model.pt", "--input", tmp_path / "text", "--cpu"]
     words += ["-s", "zul_Latn", "-t", "eng_Latn", "--beam", "1", "--max-len-b", "11"]
     task = ["--task", "translation_multi_simple_epoch", "--max-len-a", "0"]
+    task += ["--tokenizer", "space"]  # the lines are the words of the dictionary
     output = succeed("interactive", tmp_path / "imported", *task, *words).splitlines()
     found = [line.split("\t")[2] for line in output if line.startswith("H-")]
     index = {word: number for number, word in enumerate(kind.words)}
@@ -226,7 +227,7 @@ def test_an_imported_model_of_several_languages_translates(tmp_path: Path) -> No
         named = [word.replace("zul_Latn", "__zul_Latn__") for word in expected]
         assert said.split() == named[: len(said.split())] and said
     model = Translator.from_pretrained(
-        tmp_path / "imported/model.pt", task=task[1], source_lang="zul_Latn",
+        tmp_path / "imported/model.pt", task=task[1], tokenizer="space", source_lang="zul_Latn",
         target_lang="eng_Latn", beam=1, max_len_a=0, max_len_b=11, device="cpu",
     )  # fmt: skip
     assert [each.text for each in model.translate(lines)] == found

@@ -74,6 +74,7 @@ def test_from_hugging_face_and_back(tmp_path: Path) -> None:
     words = ["--path", best, "--input", run / "text" / "test.fra_Latn", "--cpu", "--beam", "4"]
     words += ["-s", "fra_Latn", "-t", "deu_Latn", "--max-len-a", "1.5", "--max-len-b", "10"]
     task = ["--task", "translation_multi_simple_epoch", "--remove-bpe", "sentencepiece"]
+    task += ["--tokenizer", "space"]  # the text is split already
     lines = succeed("interactive", run / "imported", *task, *words).splitlines()
     scored = (run / "fra_Latn-deu_Latn.log").read_text().splitlines()
     texts = [[x.split("\t")[2] for x in each if x.startswith("D-")] for each in (lines, scored)]

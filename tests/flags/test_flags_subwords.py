@@ -28,6 +28,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks.translation import TranslationTask
 from helpers.flag_runs import Proofs, launch, pieces, prove, proven, table
 
+from lightseq_fairseq.base import tokenizer
 from lightseq_fairseq.plugins.settings import ENCODING as OF_ENCODING
 
 PIECES = ["w1", "w2"]
@@ -37,6 +38,9 @@ PACKAGES: dict[str, dict[str, Any]] = {
     "tokenizers": {
         "ByteLevelBPETokenizer.return_value.encode.return_value.ids": [5, 6],
         "ByteLevelBPETokenizer.return_value.decode.return_value": "text",
+        "Tokenizer.from_file.return_value.encode.return_value.tokens": PIECES,
+        "Tokenizer.from_file.return_value.encode.return_value.ids": [5, 6],
+        "Tokenizer.from_file.return_value.decoder.decode.return_value": "text",
     },
     "transformers": {
         "BertTokenizer.return_value.tokenize.return_value": PIECES,
@@ -50,7 +54,8 @@ PACKAGES: dict[str, dict[str, Any]] = {
     "editdistance": {"eval.return_value": 1},
     "bert_score": {"score.return_value": (None, None, torch.ones(1))},
 }
-# Component -> its settings. {codes} is a file of subword-nmt's, {encoder} and {merges} are GPT-2's.
+# Component -> its settings. {codes} is a file of subword-nmt's, {encoder} and {merges} are GPT-2's,
+# {folder} has a tokenizer.json.
 COMPONENTS = {
     "--tokenizer moses": "--moses-no-dash-splits --moses-no-escape",
     "--bpe fastbpe": "--bpe-codes {codes}",
@@ -61,6 +66,7 @@ COMPONENTS = {
     "--bpe sentencepiece": "--sentencepiece-model {codes} --sentencepiece-enable-sampling "
     "--sentencepiece-alpha 0.5",
     "--bpe byte_bpe": "--sentencepiece-model-path {codes}",
+    "--bpe tokenizer_folder": "--tokenizer-folder {folder}",
 }
 SCORERS = {
     "--scoring sacrebleu": "--sacrebleu-tokenizer none --sacrebleu-lowercase "
@@ -100,6 +106,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "other").write_text("#version: 0.2\nx y</w>\n")
     letters = [chr(i) for i in range(33, 127)] + ["Ġ", "ab"]
     (place / "encoder").write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
+    (place / "folder").mkdir()
+    (place / "folder/tokenizer.json").write_text("{}")
     (place / "merges").write_text("#version: 0.2\na b\n")
     (place / "words" / "text" / "test.de").write_text("ab-cd it's & ab , x-y\nab c##\n")
     return place
@@ -110,6 +118,7 @@ def watched(place: Path) -> Iterator[list[str]]:
     """Stand-ins for packages; at the end the list holds the calls to them and the files that were
     read."""
     told: list[str] = []
+    tokenizer._opened.cache_clear()
     packages = {name: mock.MagicMock(**answers) for name, answers in PACKAGES.items()}
 
     def cached_path(path: str) -> str:
@@ -126,7 +135,7 @@ def watched(place: Path) -> Iterator[list[str]]:
 
 
 def words(place: Path, line: str) -> list[str]:
-    for name in ("codes", "encoder", "merges"):
+    for name in ("codes", "encoder", "merges", "folder"):
         line = line.replace(f"{{{name}}}", str(place / name))
     return [*LANGUAGES.split(), *line.split()]
 

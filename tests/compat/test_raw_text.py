@@ -1,0 +1,289 @@
+"""From a folder of `transformers` and raw text to a folder of `transformers`: all commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import helpers.hugging_face as hugging_face
+import helpers.raw_text as raw_text
+import pytest
+import torch
+from helpers.cli_runs import SMALL, run, succeed
+from helpers.golden import matches, refusals
+from helpers.raw_text import transformers
+
+# isort: split
+from fairseq.data import Dictionary, data_utils
+
+from lightseq_fairseq import Translator
+
+SEARCH = {"beam": 1, "max_len_a": 0, "max_len_b": 12}
+FLAGS = ("--beam", "1", "--max-len-a", "0", "--max-len-b", "12", "--cpu")
+NEW = "--add-languages", "xho_Latn=zul_Latn"
+
+
+class Chain(NamedTuple):
+    """A run: the folder of `transformers`, its import, text, data folder, run, and the end."""
+
+    folder: Path
+    model: Any  # of `transformers`, at the beginning
+
+    def __getattr__(self, name: str) -> Path:
+        return self.folder / name
+
+
+def made(folder: Path, *flags: str) -> Chain:
+    chain = Chain(folder, raw_text.nllb(folder / "nllb"))
+    text = raw_text.write(chain.text, "eng_Latn", "xho_Latn")
+    words = [flag.format(text) for flag in flags]
+    printed = succeed("import_", chain.nllb, chain.imported, *NEW, *words)
+    assert f"--hf-tokenizer {chain.imported}\n" in printed
+    succeed(
+        "preprocess", "--hf-tokenizer", chain.imported, "-s", "eng_Latn", "-t", "xho_Latn",
+        "--destdir", chain.data, "--workers", "2",
+        *(word for split in raw_text.SPLITS for word in (f"--{split}pref", text / split)),
+    )  # fmt: skip
+    # The flags that the import printed.
+    train = printed.splitlines()[2].replace("SOURCE-TARGET", "eng_Latn-xho_Latn").split()
+    succeed(
+        "train", chain.data, *train[2:], "--save-dir", chain.run, "--max-update", "3", "--lr",
+        "1e-3", "--max-tokens", "200", "--cpu", "--no-epoch-checkpoints",
+    )  # fmt: skip
+    succeed("export", chain.run, "--to", "huggingface", "--output", chain.home)
+    return chain
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return made(tmp_path_factory.mktemp("chain"))
+
+
+@pytest.fixture(scope="module")
+def trimmed(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    texts = [word for side in ("eng", "xho") for word in ("--only-words-of", side)]
+    texts = [f"{{0}}/train.{word}_Latn" if len(word) == 3 else word for word in texts]
+    return made(tmp_path_factory.mktemp("trimmed"), *texts)
+
+
+def both(chain: Chain, split: str) -> list[tuple[str, list[str]]]:
+    """The languages, and the lines of a split in each."""
+    return [
+        (name, (chain.text / f"{split}.{name}").read_text().splitlines())
+        for name in ("eng_Latn", "xho_Latn")
+    ]
+
+
+def theirs(folder: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer of a folder, by the classes that users name."""
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder, src_lang="eng_Latn")
+
+
+def generated(folder: Path, lines: list[str], target: str = "xho_Latn") -> list[str]:
+    model, tokenizer = theirs(folder)
+    found = model.generate(
+        **tokenizer(lines, return_tensors="pt", padding=True), num_beams=1, max_new_tokens=12,
+        forced_bos_token_id=tokenizer.convert_tokens_to_ids(target),
+    )  # fmt: skip
+    texts: list[str] = tokenizer.batch_decode(found, skip_special_tokens=True)
+    return texts
+
+
+@pytest.mark.parametrize("which", ["chain", "trimmed"])
+def test_words_are_those_of_transformers(which: str, request: pytest.FixtureRequest) -> None:
+    """The words of the data are those of the first folder's tokenizer, and </s> is there once."""
+    chain = request.getfixturevalue(which)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chain.nllb)
+    for split in ("train", "valid"):
+        for language, lines in both(chain, split):
+            dictionary = Dictionary.load(str(chain.data / f"dict.{language}.txt"))
+            path = chain.data / f"{split}.eng_Latn-xho_Latn.{language}"
+            found = data_utils.load_indexed_dataset(str(path), dictionary)
+            for line, row in zip(lines, found, strict=True):
+                words = [dictionary[number] for number in row]
+                if which == "chain" or split == "train":  # other texts have words that were cut
+                    assert words == [*tokenizer.tokenize(line), "</s>"]
+                else:
+                    assert words[-1] == "</s>" and "<unk>" not in words
+
+
+@pytest.mark.parametrize("which", ["chain", "trimmed"])
+def test_a_new_language_has_a_row(which: str, request: pytest.FixtureRequest) -> None:
+    chain = request.getfixturevalue(which)
+    dictionary = Dictionary.load(str(chain.imported / "dict.txt"))
+    table = torch.load(chain.imported / "model.pt", weights_only=False)["model"][
+        "encoder.embed_tokens.weight"
+    ]
+    assert len(table) == len(dictionary) and len(table) % 8 == 0
+    new, like = (dictionary.index(f"__{code}__") for code in ("xho_Latn", "zul_Latn"))
+    assert dictionary.unk() not in (new, like) and torch.equal(table[new], table[like])
+    first = chain.model.model.shared.weight
+    ids = transformers.AutoTokenizer.from_pretrained(chain.nllb).get_vocab()
+    for word, number in ids.items():
+        word = f"__{word}__" if word in raw_text.LANGUAGES else word
+        if word in dictionary:
+            assert torch.equal(table[dictionary.index(word)], first[number])
+    names = (chain.imported / "languages.txt").read_text().split()
+    assert names == [*raw_text.LANGUAGES, "xho_Latn"]
+
+
+@pytest.mark.parametrize("which", ["chain", "trimmed"])
+def test_raw_text_in_and_out(which: str, request: pytest.FixtureRequest) -> None:
+    """Without a flag of task, language or tokenizer; the words are those of the exported folder."""
+    chain = request.getfixturevalue(which)
+    (_, lines), (_, answers) = both(chain, "test")
+    texts = [each.text for each in Translator.from_pretrained(chain.run, device="cpu").translate(
+        lines, **SEARCH
+    )]  # fmt: skip
+    assert len(set(texts)) > 1 and not any("\u2581" in text or "__" in text for text in texts)
+    assert texts == generated(chain.home, lines)
+    for native in ((), ("--native",)):
+        output = chain.folder / f"interactive{len(native)}"
+        succeed(
+            "interactive", chain.data, "--path", chain.run, *FLAGS, *native, "--output-text",
+            output, "--input", chain.text / "test.eng_Latn", "--buffer-size", "8",
+        )  # fmt: skip
+        assert output.read_text().splitlines() == texts
+    output = chain.folder / "generated"
+    printed = succeed("generate", chain.data, "--path", chain.run, *FLAGS, "--output-text", output)
+    assert output.read_text().splitlines() == texts
+    targets = dict(line[2:].split("\t") for line in printed.splitlines() if line.startswith("T-"))
+    assert [targets[str(number)] for number in range(len(answers))] == answers
+
+
+def test_an_import_translates_at_once(chain: Chain) -> None:
+    """Before any training, from the folder of the import."""
+    (_, lines), _ = both(chain, "test")
+    output = chain.folder / "at_once"
+    succeed(
+        "interactive", chain.imported, "--path", chain.imported / "model.pt", *FLAGS, "--task",
+        "translation_multi_simple_epoch", "-s", "eng_Latn", "-t", "spa_Latn", "--output-text",
+        output, "--input", chain.text / "test.eng_Latn",
+    )  # fmt: skip
+    assert output.read_text().splitlines() == generated(chain.nllb, lines, "spa_Latn")
+
+
+def test_less_words_and_a_way_back(trimmed: Chain) -> None:
+    """The trimmed folder is whole; the first folder has the rows of the other words."""
+    succeed(
+        "export", trimmed.run, "--to", "huggingface", "--output", trimmed.whole, "--tokenizer",
+        trimmed.nllb,
+    )  # fmt: skip
+    (small, of_small), (whole, of_whole) = theirs(trimmed.home), theirs(trimmed.whole)
+    first = transformers.AutoTokenizer.from_pretrained(trimmed.nllb).get_vocab()
+    few, all_words = of_small.get_vocab(), of_whole.get_vocab()
+    assert all_words.keys() == first.keys() | {"xho_Latn"} and len(few) < len(first) - 10
+    rows = {name: model.model.shared.weight for name, model in (("s", small), ("w", whole))}
+    for word, number in all_words.items():
+        expected = (
+            rows["s"][few[word]] if word in few else trimmed.model.model.shared.weight[first[word]]
+        )
+        assert torch.equal(rows["w"][number], expected), word
+        assert word == "xho_Latn" or number == first[word]
+    start = torch.load(trimmed.imported / "model.pt", weights_only=False)["model"]
+    trained = torch.load(trimmed.run / "checkpoint_last.pt", weights_only=False)["model"]
+    assert not any(
+        torch.equal(start[name], trained[name]) for name in start if name.endswith("fc1.weight")
+    )
+    assert len(rows["s"]) == len(start["encoder.embed_tokens.weight"]) < len(rows["w"])
+
+
+@pytest.mark.parametrize("name", ["mbart", "roberta", "camembert"])
+def test_other_tokenizers_are_trimmed(name: str, tmp_path: Path) -> None:
+    """Of words with scores, and of those that name special words in other ways."""
+    kind = hugging_face.KINDS[name]
+    hugging_face.make(kind, tmp_path / "theirs")
+    (tmp_path / "text").write_text("".join(f"{word}\n" for word in hugging_face.WORDS[:20]))
+    succeed("import_", tmp_path / "theirs", tmp_path / "ours", "--only-words-of", tmp_path / "text")
+    first, second = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / each) for each in ("theirs", "ours")
+    )
+    words = Dictionary.load(str(tmp_path / "ours/dict.txt"))
+    assert len(second) < len(first) and len(words) % 8 <= 4  # fairseq may add its special words
+    for text in ("w3", "w19", "w1 w4"):
+        found = [each.convert_ids_to_tokens(each(text)["input_ids"]) for each in (first, second)]
+        assert found[0] == found[1] and found[0], text
+    config = json.loads((tmp_path / "ours/config.json").read_text())
+    assert second.eos_token_id == config["eos_token_id"]
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_sentencepiece(files: int, tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = raw_text.write(tmp_path / "text", "de", "en")
+    models = [tmp_path / f"{name}.model" for name in ("first", "second")[:files]]
+    for size, path in zip((60, 50), models):
+        sentencepiece.SentencePieceTrainer.train(
+            input=[str(text / f"train.{side}") for side in ("de", "en")], vocab_size=size,
+            model_prefix=str(path.with_suffix("")), num_threads=1, minloglevel=2,
+        )  # fmt: skip
+    succeed(
+        "preprocess", "--sentencepiece", ",".join(map(str, models)), "-s", "de", "-t", "en",
+        "--trainpref", text / "train", "--validpref", text / "valid", "--testpref", text / "test",
+        "--destdir", tmp_path / "data", "--workers", "1",
+        *(("--joined-dictionary",) if files == 1 else ()),
+    )  # fmt: skip
+    for side, path in zip(("de", "en"), (models[0], models[-1])):
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        words = Dictionary.load(str(tmp_path / f"data/dict.{side}.txt"))
+        found = data_utils.load_indexed_dataset(str(tmp_path / f"data/train.de-en.{side}"), words)
+        lines = (text / f"train.{side}").read_text().splitlines()
+        for line, row in zip(lines, found, strict=True):
+            # As in mBART: a row is sentencepiece's id and one, because of <pad>.
+            assert row.tolist() == [number + 1 for number in processor.encode(line)] + [2]
+    run_folder = tmp_path / "run"
+    succeed("train", tmp_path / "data", *SMALL, "--arch", "ls_transformer", "--lr", "1e-2",
+            "--save-dir", run_folder)  # fmt: skip
+    lines = (text / "test.de").read_text().splitlines()
+    found = Translator.from_pretrained(run_folder, device="cpu").translate(lines, **SEARCH)
+    decoder = sentencepiece.SentencePieceProcessor(model_file=str(models[-1]))
+    for each in found:
+        assert each.text == decoder.decode(each.hypotheses[0].words.split()).strip()
+    printed = succeed("generate", tmp_path / "data", "--path", run_folder, *FLAGS)
+    targets = [line.split("\t")[1] for line in printed.splitlines() if line.startswith("T-")]
+    assert sorted(targets) == sorted((text / "test.en").read_text().splitlines())
+
+
+def test_marks_in_a_text_are_text(chain: Chain, tmp_path: Path) -> None:
+    """A text cannot end a sentence or change the language."""
+    (tmp_path / "in").write_text("ko </s> eng_Latn <pad> mi\n")
+    printed = succeed(
+        "interactive", chain.data, "--path", chain.run, *FLAGS, "--input", tmp_path / "in"
+    )
+    source = next(line for line in printed.splitlines() if line.startswith("S-")).split("\t")[1]
+    language, *words = source.split()
+    assert language == "__eng_Latn__" and {"s", "L", "\u2581mi"} < set(words)
+    assert not {"</s>", "eng_Latn", "__eng_Latn__", "<pad>"} & set(words)
+
+
+def test_another_tokenizer_may_be_chosen(chain: Chain, tmp_path: Path) -> None:
+    """--tokenizer space reads words that are split already."""
+    (tmp_path / "in").write_text("\u2581ko \u2581mi\n")
+    printed = succeed(
+        "interactive", chain.data, "--path", chain.run, *FLAGS, "--tokenizer", "space", "--input",
+        tmp_path / "in",
+    )  # fmt: skip
+    assert "S-0\t__eng_Latn__ \u2581ko \u2581mi\n" in printed
+
+
+@pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_raw_text"))
+def test_refuses(words: str, sentence: str, chain: Chain, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "larger").mkdir()
+    for path in chain.nllb.iterdir():
+        (tmp_path / "larger" / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "larger/config.json").read_text())
+    config["vocab_size"] -= 20
+    (tmp_path / "larger/config.json").write_text(json.dumps(config))
+    command, *flags = words.format(chain=chain, tmp=tmp_path).split()
+    if command == "preprocess":
+        flags = ["--trainpref", str(chain.text / "train"), "--workers", "1", *flags]
+        if "--destdir" not in flags:
+            flags += ["--destdir", str(tmp_path / "out")]
+    result = run(command, *flags)
+    program = f"lightseq-{command.rstrip('_')}"
+    assert matches(result.output.strip(), f"{program}: error: {sentence}"), result.output
+    assert result.exit_code == 2 and not (tmp_path / "out").exists()
