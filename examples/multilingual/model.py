@@ -64,7 +64,11 @@ def learn(captions: Sequence[str], words: int, codes: Sequence[str], folder: Pat
 
 
 def write_model(size: dict[str, int], words: int, folder: Path, seed: int) -> None:
-    """Write an M2M100 model, NLLB's class, with random weights."""
+    """Write an M2M100 model, NLLB's class, with random weights.
+
+    Their deviation is that of fairseq's embeddings. With that of transformers, 0.02, the words of a
+    narrow model are far smaller than the positions that are added to them.
+    """
     import torch
     from transformers import M2M100Config, M2M100ForConditionalGeneration
 
@@ -76,7 +80,7 @@ def write_model(size: dict[str, int], words: int, folder: Path, seed: int) -> No
     }
     config = M2M100Config(
         d_model=size["width"], vocab_size=max(words, size["rows"]), max_position_embeddings=1024,
-        encoder_layerdrop=0.0, decoder_layerdrop=0.0, **sides,
+        encoder_layerdrop=0.0, decoder_layerdrop=0.0, init_std=size["width"] ** -0.5, **sides,
     )  # fmt: skip
     M2M100ForConditionalGeneration(config).save_pretrained(folder)
 

@@ -45,7 +45,7 @@ set_up_unless_there filelock matplotlib tokenizers transformers
 size=${size:-$(size_of_this_machine)}
 case $size in
     cpu)
-        updates=${updates:-1000}
+        updates=${updates:-2000}
         recipe=(--lr 5e-3 --dropout 0.1 --attention-dropout 0 --max-tokens 2048)
         ;;
     gpu)
