@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from helpers.raw_text import transformers
 from fairseq.data import Dictionary, data_utils
 
 from lightseq_fairseq import Translator
+from lightseq_fairseq.cli.checks.trained_task import with_task
 
 SEARCH = {"beam": 1, "max_len_a": 0, "max_len_b": 12}
 FLAGS = ("--beam", "1", "--max-len-a", "0", "--max-len-b", "12", "--cpu")
@@ -266,6 +268,46 @@ def test_another_tokenizer_may_be_chosen(chain: Chain, tmp_path: Path) -> None:
         tmp_path / "in",
     )  # fmt: skip
     assert "S-0\t__eng_Latn__ \u2581ko \u2581mi\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("file", "package"), [("a.json", "tokenizers"), ("a.model", "sentencepiece")]
+)
+def test_a_package_is_missing(
+    file: str, package: str, chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / file).write_bytes((chain.nllb / "tokenizer.json").read_bytes())
+    result = run(
+        "preprocess", "--hf-tokenizer", tmp_path / file, "-s", "eng_Latn", "-t", "xho_Latn",
+        "--trainpref", chain.text / "train", "--destdir", tmp_path / "out",
+    )  # fmt: skip
+    sentence = f"{file} needs a package that is not installed: run pip install {package}."
+    assert result.exit_code == 2 and result.output.strip().endswith(sentence)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_longer_than_the_positions(chain: Chain, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(f"{'ko ' * 1100}\n")
+    result = run("interactive", chain.data, "--path", chain.run, *FLAGS, "--input", tmp_path / "in")
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    (sentence,) = (line for line in result.output.splitlines() if ": error: " in line)
+    assert "1024" in sentence
+
+
+def test_the_task_of_a_checkpoint(chain: Chain, tmp_path: Path) -> None:
+    """mBART's task needs its languages, too; flags of the command stay."""
+    settings = {"_name": "translation_from_pretrained_bart", "langs": "en_XX,ro_RO"}
+    settings |= {"source_lang": "en_XX", "target_lang": "ro_RO", "prepend_bos": False}
+    torch.save({"cfg": {"task": settings}, "model": {}}, tmp_path / "mbart.pt")
+    words = ["data", "--path", str(tmp_path / "mbart.pt"), "-s", "ro_RO"]
+    task = ["--task", "translation_from_pretrained_bart"]
+    assert with_task(words) == [*words, *task, "--target-lang", "ro_RO", "--langs", "en_XX,ro_RO"]
+    assert with_task([*words, "--task", "translation"]) == [*words, "--task", "translation"]
+    words = ["data", "--path", str(chain.run)]
+    task = ["--task", "translation_multi_simple_epoch", "--lang-pairs", "eng_Latn-xho_Latn"]
+    task += ["--source-lang", "eng_Latn", "--target-lang", "xho_Latn"]
+    assert with_task(words) == [*words, *task]
 
 
 @pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_raw_text"))
