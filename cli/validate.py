@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from lightseq_fairseq.base import families
+from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks.checkpoints import saved
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.words.argv import is_given, value
@@ -51,7 +52,8 @@ def _complete(words: list[str]) -> list[str]:
     if len(candidates) > 1 or candidates[0] in _SENTENCES:
         from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
-        trained = settings_of(saved(value(words, ("--path",))), "task")
+        path = value(words, ("--path",))
+        trained = settings_of(saved(path and checkpoint_in(path)), "task")
     name = trained.get("_name") or trained.get("task")
     task = str(name) if name in candidates else candidates[0]
     if given is None:

@@ -31,6 +31,26 @@ set_up_unless_there() {
     fi
 }
 
+# Makes OUT, and removes these folders in it: a run never resumes an earlier one. Ends the script if
+# OUT has one of them that no example has made.
+#
+#   begin_again OUT FOLDER...
+begin_again() {
+    local out=$1 mark=$1/.made-by-an-example folder
+    shift
+    for folder in "$@"; do
+        [ -e "$out/$folder" ] || continue
+        if [ ! -e "$mark" ]; then
+            echo "${0##*/}: $out/$folder exists, and no example has made it: choose another folder" >&2
+            exit 2
+        fi
+        echo "== removing $out/$folder, of an earlier run"
+        rm -rf "${out:?}/$folder"
+    done
+    mkdir -p "$out"
+    touch "$mark"
+}
+
 # Prints gpu if torch sees a GPU, else cpu.
 size_of_this_machine() {
     python3 -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")'

@@ -55,6 +55,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     # Nothing is loaded yet, and nothing has been written.
     SETTINGS: (
+        Check("checkpoints:folder", "train"),
         Check("sizes:from_checkpoint", "train"),
         Check("flags:supported"),  # by our model, unless --native; notes on settings without effect
         Check("values:path", "generate interactive validate eval-lm"),

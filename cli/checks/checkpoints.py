@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.words.registries import function
 
@@ -31,6 +32,16 @@ def initial(args: argparse.Namespace) -> tuple[str, str | None]:
     return "--finetune-from-model", args.finetune_from_model
 
 
+def folder(request: Request) -> None:
+    """Replaces the folder of a run in --finetune-from-model by its best checkpoint.
+
+    Raises:
+        UserError: the folder has none.
+    """
+    if request.args.finetune_from_model is not None:
+        request.args.finetune_from_model = checkpoint_in(request.args.finetune_from_model)
+
+
 def first(request: Request) -> None:
     """Raises UserError if the initial checkpoint is missing: fairseq would train from scratch.
 
@@ -47,12 +58,12 @@ def first(request: Request) -> None:
         )
     if path is not None and not PathManager.isfile(path):
         there = os.path.join(args.save_dir, path)
-        hint = (
-            f"did you mean {there}?"
-            if os.path.isfile(there)
-            else f"check the path, or remove {flag}."
-        )
-        wrong = "is a folder" if os.path.isdir(path) else "does not exist"
+        if os.path.isdir(path):
+            wrong, hint = "is a folder", "use a file in it, such as checkpoint_best.pt."
+        else:
+            wrong, hint = "does not exist", f"check the path, or remove {flag}."
+        if os.path.isfile(there):
+            hint = f"did you mean {there}?"
         raise UserError(f"{flag} {path or repr(path)} {wrong}: {hint}")
     if path is not None and flag in ("--restore-file", "--save-dir") and not args.reset_optimizer:
         _head(args, path, "train a new head with --reset-optimizer")

@@ -48,6 +48,11 @@ def pairs(request: Request) -> None:
                     f"{folders[0]} contains running text, but --task {args.task} reads sentence "
                     "pairs: use --task language_modeling, or another folder."
                 )
+            if os.path.isdir(os.path.join(folders[0], "input0")):
+                raise UserError(
+                    f"{folders[0]} contains sentences with labels: lightseq-validate computes the "
+                    "accuracy of a classifier, and RobertaModel of Python predicts classes."
+                )
             raise UserError(
                 f"{folders[0]} contains no binarised sentence pairs (no file such as "
                 f"train.de-en.de.idx): use the folder that lightseq-preprocess wrote (its "

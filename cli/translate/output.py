@@ -37,7 +37,7 @@ class Lines(io.TextIOBase):
 
 
 class UnknownWords:
-    """Counts the source words that are not in the dictionary."""
+    """Counts the tokens of sources, words or subwords, that are not in the dictionary."""
 
     def __init__(self) -> None:
         self.sources = self.words = self.unknown = 0
@@ -55,7 +55,7 @@ class UnknownWords:
             return None
         are, were = ("is", "was") if self.unknown == 1 else ("are", "were")
         return (
-            f"{self.unknown} of the {self.words} source words {are} not in the dictionary and "
+            f"{self.unknown} of the {self.words} source tokens {are} not in the dictionary and "
             f"{were} read as <unk>: prepare the text as the training data were prepared."
         )
 

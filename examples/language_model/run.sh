@@ -62,7 +62,7 @@ run=$out/$size-$system
 text=$run/text
 bin=$run/bin
 checkpoints=$run/checkpoints
-rm -rf "$run" # a run never resumes an earlier one
+begin_again "$out" "${run##*/}"
 mkdir -p "$text"
 
 echo "== data: the standard library of $(python3 --version) (27 s on one core of an AMD EPYC)"

@@ -10,6 +10,9 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+# shellcheck source=examples/functions.sh
+. "$root/examples/functions.sh"
 raw=${MULTI30K:-$here/raw}
 merges=${MERGES:-8000}
 data=${1:-$here/data}
@@ -33,7 +36,7 @@ done
 
 echo "== data: tokens, subwords, data-bin (23 s on one core of an AMD EPYC)"
 text=$data/text
-rm -rf "$text" "${data:?}/bin"
+begin_again "$data" text bin
 mkdir -p "$text"
 
 for split in train val test_2016_flickr; do

@@ -58,7 +58,7 @@ esac
 raw=$(realpath -m "$raw")
 out=$(realpath -m "$out")
 run=$out/$size-$system-seed$seed
-rm -rf "$run" # a run never resumes an earlier one
+begin_again "$out" "${run##*/}"
 mkdir -p "$run"
 
 echo "== data: a random model, its tokenizer, the captions in its words"

@@ -33,7 +33,7 @@ out=$(realpath -m "$out")
 text=$out/text
 bin=$out/bin
 checkpoints=$out/checkpoints
-rm -rf "$text" "$bin" "$checkpoints" # a run never resumes an earlier one
+begin_again "$out" text bin checkpoints
 mkdir -p "$text"
 
 echo "== data: $pairs training pairs (15000: 12 s on one core of an AMD EPYC)"

@@ -74,7 +74,7 @@ kind=$size
 if [ -z "$pretraining" ]; then case="$case, without pre-training" kind=$size-without; fi
 run=$out/$kind-$system-seed$seed
 text=$run/text
-rm -rf "$run" # a run never resumes an earlier one
+begin_again "$out" "${run##*/}"
 mkdir -p "$text"
 
 echo "== data: Multi30k and the standard library of $(python3 --version)" \

@@ -10,6 +10,9 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+# shellcheck source=examples/functions.sh
+. "$root/examples/functions.sh"
 archives=
 data=
 merges=${MERGES:-32000}
@@ -51,7 +54,7 @@ fi
 
 raw=$data/raw
 text=$data/text
-rm -rf "$raw" "$text" "${data:?}/bin"
+begin_again "$data" raw text bin
 mkdir -p "$raw" "$text"
 for url in "${urls[@]}"; do
     tar -xzf "$archives/${url##*/}" -C "$raw"

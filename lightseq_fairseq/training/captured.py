@@ -474,7 +474,8 @@ class CapturedTraining:
         instead = " instead of --finetune-from-model" * bool(checkpoint.finetune_from_model)
         raise FloatingPointError(
             f"{reason} The state before this update is saved in {path}. To continue from it, at "
-            f"the start of the first epoch, add --restore-file {path} --reset-dataloader{instead}."
+            "the start of the first epoch, lower --lr or set --clip-norm, and add --restore-file "
+            f"{path} --reset-dataloader{instead}. If it fails again, use an earlier checkpoint."
         )
 
     def _recover(self, error: RuntimeError) -> None:

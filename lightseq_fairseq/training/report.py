@@ -91,7 +91,7 @@ class Report:
         self._note_saving()
         self._ended = resuming.ended(trainer, epochs)
         if self._ended is not None:
-            self._log(f"nothing to train: {self._ended}")
+            self._log(f"nothing to train: {self._ended}; for a new run, set another --save-dir")
         return extra_state, epochs
 
     def train(self, original: Callable[..., Any], cfg: Any, trainer: Any, *others: Any) -> Any:

@@ -193,7 +193,7 @@ def test_one_shard_as_in_fairseq(place: Path, plain: str) -> None:
 
 def test_unknown_words_are_told(place: Path) -> None:
     result = generate(place, data="new")
-    note = "2 of the 5 source words are not in the dictionary"
+    note = "2 of the 5 source tokens are not in the dictionary"
     assert result.exit_code == 0 and note in result.stderr
     assert "not in the dictionary" not in generate(place).stderr
 
@@ -298,7 +298,7 @@ def test_bad_lines(place: Path, tmp_path: Path) -> None:
     result = interactive(place, "--input", lines)
     assert result.exit_code == 2 and len(of_kind(result.stdout, "H")) == 2
     note, error = result.stderr.splitlines()[-2:]
-    assert "1 of the 3 source words is not in the dictionary and was read" in note
+    assert "1 of the 3 source tokens is not in the dictionary and was read" in note
     assert note.endswith("add --bpe subword_nmt --bpe-codes FILE --remove-bpe.")
     assert "Sentence 2 (counted from 0) has (" in error and "31" in error
     lines.write_bytes("w1\nStraße\n".encode("latin-1"))

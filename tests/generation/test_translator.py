@@ -371,7 +371,7 @@ def test_on_a_gpu(toy: Toy, translator: Translator, precision: dict[str, Any]) -
 
 
 def test_words_that_are_not_in_the_dictionary_are_a_warning(translator: Translator) -> None:
-    with pytest.warns(UserWarning, match="1 of the 2 source words is not.*, bpe_codes=FILE, "):
+    with pytest.warns(UserWarning, match="1 of the 2 source tokens is not.*, bpe_codes=FILE, "):
         translator.translate("eins unbekannt")
 
 

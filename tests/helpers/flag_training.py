@@ -175,7 +175,8 @@ def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> T
             crash = save_dir / "crash.pt"
             advice = (  # only ours prints it
                 f" The state before this update is saved in {crash}. To continue from it, at the "
-                f"start of the first epoch, add --restore-file {crash} --reset-dataloader."
+                f"start of the first epoch, lower --lr or set --clip-norm, and add --restore-file "
+                f"{crash} --reset-dataloader. If it fails again, use an earlier checkpoint."
             )
             trace.error = f"{type(error).__name__}: {error}".removesuffix(advice)
     for record in records:

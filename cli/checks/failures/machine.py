@@ -89,8 +89,8 @@ def _files(failure: Cause, request: Request) -> str | None:
     """A file that the user named, or a file in the checkpoint folder of training."""
     if failure.kind == "FileExistsError" and failure.errno is None:  # lightseq-preprocess
         return (
-            f"{failure.text} exists already: choose another --destdir, or use that dictionary with "
-            f"--srcdict or --tgtdict."
+            f"{failure.text} exists already: choose another --destdir, delete the old folder, or "
+            f"use that dictionary with --srcdict or --tgtdict."
         )
     if failure.kind == "FileNotFoundError" and failure.filename is None and failure.errno is None:
         name, number = failure.text, errno.ENOENT  # --user-dir, raised with the path alone

@@ -100,10 +100,9 @@ RULES: tuple[Rule, ...] = (
     ),
     # --task language_modeling with a model that is no language model.
     Known(
-        r"'(\w+)' object has no attribute 'supported_targets'",
-        "--task language_modeling cannot use {checkpoint}, which contains no language model but "
-        "{1}: choose another checkpoint, or set --task to the task that this model was trained "
-        "with.",
+        r"'\w+' object has no attribute 'supported_targets'",
+        "--task language_modeling cannot use {checkpoint}, which contains no language model: "
+        "choose another checkpoint, or use lightseq-generate with the --task of its training.",
     ),
     # fairseq's search has reached the maximum length, and no hypothesis has ended.
     Known(
