@@ -181,5 +181,5 @@ def end_workers(iterator: Any) -> None:
     running = getattr(loader, "_iterator", None)  # kept by persistent_workers
     if iterator is not None and running is None:  # fairseq's iterator has not kept its loader
         running = getattr(iterator._cur_epoch_itr, "_itr", None)
-    if hasattr(running, "_shutdown_workers"):
+    if running is not None and hasattr(running, "_shutdown_workers"):
         running._shutdown_workers()
