@@ -43,9 +43,6 @@ class LSBARTModel(LSTransformerModel, BARTModel):
             model: LSBARTModel = super().build_model(args, task)
         return model
 
-    def spared(self) -> list[Tensor]:
-        return [self.decoder.output_projection.weight]
-
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor,
         *arguments: Any, classification_head_name: str | None = None, **options: Any,

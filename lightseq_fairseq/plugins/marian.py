@@ -102,9 +102,6 @@ class LSMarianModel(LSTransformerModel):
     def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: Any) -> LSMarianDecoder:
         return LSMarianDecoder(TransformerConfig.from_namespace(args), tgt_dict, embed_tokens)
 
-    def spared(self) -> list[Tensor]:
-        return [self.decoder.output_projection.weight]
-
 
 # Arch -> layers of each side, C, inner width of the feed-forward layers, heads, activation, and
 # whether it is pre-norm. Sources: config.json of Helsinki-NLP/opus-mt-en-de and

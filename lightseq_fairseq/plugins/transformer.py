@@ -400,6 +400,10 @@ class LSTransformerModel(FlatModel, TransformerModel):
     def sides(self) -> list[tuple[LSTransformerEncoder, LSTransformerDecoder]]:
         return [(self.encoder, self.decoder)]
 
+    def spared(self) -> list[Tensor]:
+        projection = self.decoder.output_projection
+        return [] if projection is None else [projection.weight]
+
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor,
         return_all_hiddens: bool = True, features_only: bool = False,
