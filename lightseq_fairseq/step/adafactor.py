@@ -164,18 +164,18 @@ class Adafactor(torch.optim.Optimizer):
         factor = multiplier.double()
         if max_norm > 0:
             factor = factor * (max_norm / (total + clip_eps)).clamp(max=1.0)
-        factor = torch.where(is_finite, factor, 0.0).to(dtype)
+        factor = factor.masked_fill(~is_finite, 0.0).to(dtype)
         values, gradients = self._in_order(self.buffer.data), self._in_order(gradient)
         acts = self._used & is_finite  # [M]
         self._steps += acts
-        decays = torch.where(acts, 1.0 - self._steps ** group["decay_rate"], 1.0).to(dtype)
+        decays = (1.0 - self._steps ** group["decay_rate"]).masked_fill_(~acts, 1.0).to(dtype)
         rms = torch.stack(torch._foreach_norm(values)).double() / self._roots
         self._rms.copy_(torch.where(acts, rms.to(dtype), self._rms))
         rates = lr.double().expand(len(values))
         if group["scale_parameter"]:
             scales = rms.clamp_min(group["eps"][1])
-            rates = rates * torch.where(acts, scales, 1.0).cumprod(0)
-        rates = torch.where(acts, rates, 0.0)
+            rates = rates * scales.masked_fill(~acts, 1.0).cumprod(0)
+        rates = rates.masked_fill(~acts, 0.0)
         self._update_vectors(values, gradients, factor, decays, rates, acts)
         for matrix in self._matrices:
             x = matrix.place

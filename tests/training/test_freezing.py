@@ -197,3 +197,15 @@ def test_bad_names(binarised: Path, tmp_path: Path, names: str, sentence: str, n
     assert result.stderr.splitlines()[-1].startswith(f"lightseq-train: error: {sentence}")
     assert "Traceback" not in result.output
     assert not list(tmp_path.glob("run/*.pt"))
+
+
+@pytest.mark.parametrize("flags", [{"freeze": "encoder,fc1"}, {"lora_rank": 4}])
+def test_sharded_ranks_train_the_same(corpus: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
+    flags = {**runs.LS, "bf16": True, "max_update": 5, **flags}
+    whole = runs.run_ranks(corpus, tmp_path / "whole", 2, **flags)
+    sharded = runs.run_ranks(corpus, tmp_path / "sharded", 2, **flags, zero_sharding="os")
+    torch.testing.assert_close(sharded, whole, rtol=1e-5, atol=0)
+    files = [runs.trained(tmp_path / name) for name in ("whole", "sharded")]
+    assert files[0].keys() == files[1].keys()
+    for name, value in files[0].items():
+        torch.testing.assert_close(files[1][name], value, rtol=1e-3, atol=1e-5)
