@@ -44,7 +44,7 @@ begin_again() {
             echo "${0##*/}: $out/$folder exists, and no example has made it: choose another folder" >&2
             exit 2
         fi
-        echo "== removing $out/$folder, of an earlier run"
+        echo "removing $out/$folder, of an earlier run"
         rm -rf "${out:?}/$folder"
     done
     mkdir -p "$out"

@@ -56,7 +56,7 @@ def _languages(args: argparse.Namespace) -> list[str]:
 
 def _files(request: Request, languages: Sequence[str] = ()) -> None:
     """Checks the files; says which words the task adds to the dictionary."""
-    args, words = request.args, dictionary(request)
+    args, words = request.args, dictionary(request.args)
     tokens = [f"[{x}]" for x in languages] if getattr(args, "add_lang_token", False) else []
     added = [word for word in (*tokens, "<mask>") if word not in words]
     for word in added:

@@ -32,7 +32,7 @@ def text(request: Request) -> None:
     A split is checked with a sample of each file; `inside_fairseq` checks all tokens.
     """
     command, args = request.command, request.args
-    words = dictionary(request)
+    words = dictionary(request.args)
     lengths = files(request, words)
     if command == "eval-lm" and not is_given(request.argv, ("--tokens-per-sample",)):
         _take_trained_block(args)
@@ -44,7 +44,7 @@ def text(request: Request) -> None:
 def masked_text(request: Request) -> None:
     """Raises UserError if the data are no running text, or tokens cannot be masked as asked."""
     args = request.args
-    words = dictionary(request)
+    words = dictionary(request.args)
     words.add_symbol("<mask>")
     files(request, words, only_binarised=True)
     _masks(args, words)
@@ -52,7 +52,7 @@ def masked_text(request: Request) -> None:
         _whole_words(args)
 
 
-def dictionary(request: Request) -> Any:
+def dictionary(args: argparse.Namespace) -> Any:
     """The dictionary of running text.
 
     Raises:
@@ -60,7 +60,6 @@ def dictionary(request: Request) -> Any:
     """
     from fairseq.data import Dictionary
 
-    args = request.args
     folder = folders_of(args)[0]
     path = os.path.join(folder, "dict.txt")
     if os.path.isfile(path):

@@ -95,16 +95,13 @@ def test_a_native_run_reads_the_same_noise(
 
 
 def test_a_checkpoint_is_validated_with_the_noise_of_training(
-    data: dict[str, Path], run: tuple[str, Path, str], caplog: pytest.LogCaptureFixture
+    data: dict[str, Path], run: tuple[str, Path, str]
 ) -> None:
-    caplog.set_level(logging.INFO)
     task, checkpoint, log = run
     losses = re.findall(r"subset \| loss (\S+)", log)
     words = ["--task", task, "--path", checkpoint, "--max-tokens", "192", "--cpu"]
     for more in ([], ["--native"]):
-        caplog.clear()
-        cli_runs.succeed("validate", data[task], *words, *more)
-        assert f"| loss {losses[-1]} " in caplog.text
+        assert f"| loss {losses[-1]} " in cli_runs.logged("validate", data[task], *words, *more)
 
 
 def test_a_checkpoint_begins_translation(

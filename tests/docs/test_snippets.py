@@ -25,7 +25,17 @@ EXCERPTS = [block for block in ALL if block.source]
 
 # Words of the comments `<!-- needs: ... -->`.
 LACKING = (
-    *("a GPU", "the network", "nvcc", "Slurm", "Docker", "several machines", "hours", "days"),
+    *(
+        "a GPU",
+        "the network",
+        "nvcc",
+        "Slurm",
+        "Docker",
+        "several machines",
+        "minutes",
+        "hours",
+        "days",
+    ),
     *("the raw files", "a trained model", "a checkpoint of LightSeq", "a wheel"),
     "a model of Hugging Face",
     "without a GPU",

@@ -55,7 +55,8 @@ def test_every_name_in_the_lists_is_a_setting() -> None:
     }  # fmt: skip
     of_text = table.family_settings(table.OF_TEXT)
     of_roberta = table.family_settings(table.OF_ROBERTA)
-    assert train <= SETTINGS.keys() | of_text.keys()
+    of_bart = table.family_settings(table.OF_BART)
+    assert train <= SETTINGS.keys() | of_text.keys() | of_bart.keys()
     assert table.TEXT_NOTES.keys() <= of_text.keys()
     for command in table.COMMANDS:
         rows = [*SETTINGS.items(), *of_text.items()]
@@ -144,7 +145,7 @@ CHOICES = [
     ("triangular", "space", "gpt2", "meteor"),
     ("step", "space", "sentencepiece", "chrf"),
     ("manual", "space", "byte_bpe", "chrf"),
-    ("reduce_lr_on_plateau", "space", "fastbpe", "chrf"),
+    ("reduce_lr_on_plateau", "space", "tokenizer_folder", "chrf"),
 ]
 
 

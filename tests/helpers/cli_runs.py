@@ -9,6 +9,8 @@ import logging
 import multiprocessing
 import random
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +48,17 @@ def succeed(command: str, *words: str | Path) -> str:
     result = run(command, *words)
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
+
+
+def logged(command: str, *words: str | Path) -> str:
+    """Runs it in a process of its own, and returns all that it prints, with its log: in this
+    process, an earlier command may have changed what is logged."""
+    module = f"lightseq_fairseq.cli.{command.replace('-', '_')}"
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, words)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 def most_workers(*words: str | Path) -> int:

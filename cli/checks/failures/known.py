@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lightseq_fairseq.cli.checks import Request, checkpoints
+from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.checks.failures.cause import Cause
 
 # The sentence for a failure, or None if the rule does not know it.
@@ -43,8 +44,12 @@ class Known(NamedTuple):
 def checkpoint(request: Request) -> str:
     """The name for messages of the checkpoint that the command reads."""
     path = getattr(request.args, "path", None)
-    if path is None and hasattr(request.args, "restore_file"):
-        _, path = checkpoints.initial(request.args)
+    if path is None:
+        path = getattr(request.args, "restore_file", None)
+        if path == "checkpoint_last.pt":
+            path = os.path.join(getattr(request.args, "save_dir", ""), path)
+            if not os.path.exists(path):  # a new run
+                path = getattr(request.args, "finetune_from_model", None) or path
     return f"checkpoint {path}" if path else "the checkpoint"
 
 
