@@ -23,7 +23,8 @@ class Large(TorchDispatchMode):
 
     def __init__(self, least: int) -> None:
         super().__init__()
-        self.least, self.found = least, {}  # type: ignore[var-annotated]
+        self.least = least
+        self.found: dict[Any, Any] = {}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

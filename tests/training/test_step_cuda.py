@@ -13,6 +13,7 @@ import helpers.languages as languages
 import helpers.training_runs as runs
 import pytest
 import torch
+from helpers.ops_testing import skip_without_fp8
 from helpers.parity import write_classes, write_text
 from helpers.training_runs import ON_GPU, PRECISIONS, captured_graphs
 
@@ -140,8 +141,8 @@ def test_captured_and_eager_are_equal_in_other_families(
 def test_captured_and_eager_are_equal_with_frozen_parameters(
     flags: dict[str, Any], found: Callable[..., Found]
 ) -> None:
-    if "fp8" in flags and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs products in fp8")
+    if "fp8" in flags:
+        skip_without_fp8()
     flags = {**ON_GPU, **PRECISIONS["bf16"], **flags, "max_update": 24}
     captured = found("captured", **flags)
     assert_same(captured, found("eager", captured=False, **flags))

@@ -14,6 +14,7 @@ import helpers.training_runs as runs
 import pytest
 import torch
 from fairseq.tasks.translation import TranslationTask
+from helpers.ops_testing import skip_without_fp8
 from helpers.parity import write_corpus
 from helpers.training_runs import ON_GPU
 
@@ -137,8 +138,8 @@ def test_nllb_3_3b_trains_on_one_gpu(
     billion parameters are 53.5, the logits 2.1, activations about 12.7."""
     if torch.cuda.get_device_properties(0).total_memory < 80e9:
         pytest.skip("needs 80 GB")
-    if "--fp8" in words and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs products in fp8")
+    if "--fp8" in words:
+        skip_without_fp8()
     text, data, dictionary = tmp_path / "text", tmp_path / "data", tmp_path / "dict.txt"
     dictionary.write_text("".join(f"w{number} 1\n" for number in range(256_202)))
     source = random.Random(1)
