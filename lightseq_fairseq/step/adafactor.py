@@ -85,32 +85,39 @@ class Adafactor(torch.optim.Optimizer):
         (self._group,) = self.param_groups
         self._parameters: list[Tensor] = self._group["params"]
         self.buffer = self._buffer()
-        like, sizes = self.buffer.data, [parameter.numel() for parameter in self._parameters]
+        sizes = [parameter.numel() for parameter in self._parameters]
+        self._roots = torch.tensor(sizes, dtype=torch.float64).sqrt().to(self.buffer.data.device)
+        self._make_state()
+        self.leave_out(())
+
+    def _make_state(self) -> None:
+        """The state before the first update, with the group's options."""
+        like, has_moment = self.buffer.data, self._group["beta1"] is not None
         places = [x for x, parameter in enumerate(self._parameters) if parameter.dim() < 2]
         self._matrices = [
             _Matrix(
                 place,
                 like.new_zeros(p.shape[:-1]),
                 like.new_zeros(p.shape[:-2] + p.shape[-1:]),
-                None if beta1 is None else like.new_zeros(p.shape),
+                like.new_zeros(p.shape) if has_moment else None,
             )
             for place, p in enumerate(self._parameters)
             if p.dim() >= 2
         ]
+        sizes = [self._parameters[place].numel() for place in places]
+        of_vectors, counts = torch.tensor([places, sizes], dtype=torch.int64)
+        owners = of_vectors.repeat_interleave(counts)
         self._vectors = _Vectors(
             places,
-            [sizes[place] for place in places],
-            torch.tensor([x for x in places for _ in range(sizes[x])], dtype=torch.int64).to(
-                like.device
-            ),
-            like.new_zeros(sum(sizes[place] for place in places)),
-            None if beta1 is None else like.new_zeros(sum(sizes[place] for place in places)),
+            sizes,
+            owners.to(like.device),
+            like.new_zeros(sum(sizes)),
+            like.new_zeros(sum(sizes)) if has_moment else None,
         )
-        self._steps = torch.zeros(len(sizes), dtype=torch.float64, device=like.device)
-        self._rms = like.new_zeros(len(sizes))
-        self._places = torch.tensor(places, dtype=torch.int64).to(like.device)
-        self._roots = torch.tensor(sizes, dtype=torch.float64).sqrt().to(like.device)
-        self.leave_out(())
+        count = len(self._parameters)
+        self._steps = torch.zeros(count, dtype=torch.float64, device=like.device)
+        self._rms = like.new_zeros(count)
+        self._places = of_vectors.to(like.device)
 
     def _buffer(self) -> FlatBuffer:
         (buffer,) = flat_buffers(self._group["params"])
@@ -291,21 +298,23 @@ class Adafactor(torch.optim.Optimizer):
         Raises:
             UserError: the state belongs to other parameters.
         """
-        saved, mine = state_dict["param_groups"], self._states()
-        if len(saved) != 1 or len(saved[0]["params"]) != len(mine):
+        saved = state_dict["param_groups"]
+        if len(saved) != 1 or len(saved[0]["params"]) != len(self._parameters):
             raise _OTHER
-        for place, (index, state) in enumerate(zip(saved[0]["params"], mine.values(), strict=True)):
-            found = state_dict["state"].get(index, {})
+        self._group.update({key: value for key, value in saved[0].items() if key != "params"})
+        self._make_state()  # the file decides whether there is a first moment, as in fairseq
+        states = zip(saved[0]["params"], self._states().values(), strict=True)
+        for place, (index, state) in enumerate(states):
+            found = state_dict["state"].get(index)
+            if found is None:
+                continue
+            self._steps[place] = found["step"]
             for name, tensor in state.items():
                 if name == "step":
-                    self._steps[place] = found.get(name, 0)
-                elif not found:
-                    tensor.zero_()
-                elif name not in found or torch.as_tensor(found[name]).shape != tensor.shape:
+                    continue
+                if name not in found or torch.as_tensor(found[name]).shape != tensor.shape:
                     raise _OTHER
-                else:
-                    tensor.copy_(torch.as_tensor(found[name]))
-        self._group.update({key: value for key, value in saved[0].items() if key != "params"})
+                tensor.copy_(torch.as_tensor(found[name]))
 
 
 _OTHER = UserError(

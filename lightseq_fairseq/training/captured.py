@@ -98,6 +98,7 @@ def fallback_reason(trainer: Any) -> str | None:
         ),
         "--zero-sharding os with adafactor": of_ranks(cfg, "zero_sharding") == "os"
         and _is_adafactor(cfg.optimizer),
+        "--scale-parameter with reduce_lr_on_plateau": _compounds(cfg),
         "--ignore-prefix-size with --left-pad-target": _ignores_pads(cfg),
         "the task has its own training step": not _trains_as_fairseqs(task),
         "the logs of the task cannot be summed over the ranks": trainer.data_parallel_world_size > 1
@@ -183,6 +184,13 @@ def _is_ours(optimizer: Any) -> bool:
 def _is_adafactor(optimizer: Any) -> bool:
     # Its settings are a Namespace, unlike Adam's.
     return "adafactor" in (getattr(optimizer, "_name", None), getattr(optimizer, "optimizer", None))
+
+
+def _compounds(cfg: Any) -> bool:
+    """Whether each update scales the rate of the one before: fairseq's Adafactor writes the scaled
+    rate into the optimizer, and this schedule sets it only after an epoch."""
+    scales = _is_adafactor(cfg.optimizer) and cfg.optimizer.scale_parameter
+    return scales and getattr(cfg.lr_scheduler, "_name", None) == "reduce_lr_on_plateau"
 
 
 def granularity(trainer: Any) -> Granularity:

@@ -136,10 +136,47 @@ def test_refused_options(data: Path, tmp_path: Path, flag: str) -> None:
         runs.run(data, tmp_path, **RUN, **{flag: True})
 
 
+@pytest.mark.parametrize("first", [{"beta1": 0.9}, {}], ids=["moment", "none"])
+def test_the_file_decides_whether_there_is_a_moment(
+    data: Path, tmp_path: Path, first: dict[str, Any]
+) -> None:
+    """As in fairseq, whose options of the optimizer are the file's, too."""
+    flags = {**RUN, "dropout": 0, "attention_dropout": 0, "activation_dropout": 0}
+    theirs, second = {**runs.NATIVE, **OPTIMIZER}, {} if first else {"beta1": 0.9}
+    losses = []
+    for is_native in (False, True):
+        each, folder = {**flags, **(theirs if is_native else {})}, tmp_path / str(is_native)
+        runs.run(data, folder, is_native, **each, **first, max_update=3)
+        losses.append(runs.run(data, folder, is_native, **each, **second, max_update=8))
+    assert len(losses[0]) == 5
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+
+
 def test_state_of_another_optimizer(data: Path, tmp_path: Path) -> None:
     runs.run(data, tmp_path, **RUN, max_update=2)
     with pytest.raises(UserError, match=r"not that of Adafactor .* --reset-optimizer\.$"):
-        runs.run(data, tmp_path, **RUN, beta1=0.9, max_update=4)
+        runs.run(data, tmp_path, **RUN, freeze="encoder", max_update=4)
+
+
+def test_adapters_alone(data: Path, tmp_path: Path) -> None:
+    """A run whose trained parameters have no vector."""
+    flags = {**RUN, "bf16": True, "lora_rank": 4}
+    assert len(runs.run(data, tmp_path, **flags, max_update=2)) == 2
+    assert len(runs.run(data, tmp_path, **flags, max_update=4)) == 2
+
+
+def test_rates_that_compound_use_fairseqs_step(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """fairseq's Adafactor writes the scaled rate into the optimizer, and this schedule leaves it
+    there until the epoch ends."""
+    caplog.set_level(logging.INFO)
+    flags = {**RUN, "scale_parameter": True, "lr_scheduler": "reduce_lr_on_plateau"}
+    flags |= {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0, "max_update": 10}
+    ours = runs.run(data, tmp_path / "ours", **flags)
+    assert "(--scale-parameter with reduce_lr_on_plateau)" in caplog.text
+    theirs = runs.run(data, tmp_path / "theirs", True, **{**flags, **runs.NATIVE, **OPTIMIZER})
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
 
 def test_sharded_runs_use_fairseqs_step(data: Path, tmp_path: Path) -> None:
