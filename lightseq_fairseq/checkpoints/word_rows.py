@@ -27,6 +27,8 @@ from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 logger = logging.getLogger(__name__)
 
 _TABLE = r"(embed_tokens\.weight|output_projection\.weight|lm_head\.(weight|bias)|logits_bias)$"
+# Their tables are cut by the frequency of words, so words do not move from one to the other.
+_ADAPTIVE = r"\.(adaptive_softmax|embed_tokens\.embeddings)\."
 _MASK = "<mask>"
 
 
@@ -34,10 +36,13 @@ def follow(state: dict[str, Any], task: Any) -> bool:
     """Moves the rows of a checkpoint's tables of words to those of the task's words, in place.
 
     New words get rows as fairseq initialises them, a bias of zero. If the words of the checkpoint
-    are not known, nothing changes; if sizes differ, loading the model then reports it.
+    are not known, or inputs or outputs are adaptive, nothing changes; if sizes differ, loading the
+    model then reports it.
 
     Returns: whether all words are now those of the task.
     """
+    if any(re.search(_ADAPTIVE, name) for name in state["model"]):
+        return False
     digests = (state.get("extra_state") or {}).get("dictionaries") or {}
     old, new = settings_of(state, "task"), _settings(task)
     moved: dict[tuple[int, str], Tensor] = {}  # tied tables stay tied

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,32 @@ def test_other_words_are_not_guessed(data: Path, first: dict[str, Path], tmp_pat
     )  # fmt: skip
     assert result.exit_code == 2
     assert "words, but the checkpoint was trained with" in result.output
+
+
+@pytest.mark.parametrize("flags", ["--adaptive-input --adaptive-input-cutoff 10,20", ""])
+def test_adaptive_tables_do_not_follow_words(tmp_path: Path, flags: str) -> None:
+    """A dictionary in another order is refused, as without adaptive tables, or warned of."""
+    data, other = tmp_path / "data", tmp_path / "other"
+    parity.write_text(data)
+    shutil.copytree(data, other)
+    lines = (data / "dict.txt").read_text().splitlines()
+    (other / "dict.txt").write_text("\n".join(reversed(lines)) + "\n")
+    words = "--task language_modeling --dataset-impl raw --tokens-per-sample 16 "
+    words += "--arch ls_transformer_lm --decoder-layers 1 --decoder-embed-dim 16 --max-tokens 48 "
+    words += "--decoder-ffn-embed-dim 16 --decoder-attention-heads 2 --criterion adaptive_loss "
+    words += "--adaptive-softmax-cutoff 10,20 --ddp-backend legacy_ddp --optimizer ls_adam --cpu "
+    words += f"--lr 1e-9 --num-workers 0 --max-update 1 {flags}"
+    first = tmp_path / "first"
+    cli_runs.succeed("train", data, *words.split(), "--save-dir", first)
+    file = first / "checkpoint_last.pt"
+    again = ("train", other, *words.split(), "--save-dir", tmp_path / "again")
+    result = cli_runs.run(*again, "--restore-file", file, "--reset-optimizer")
+    assert result.exit_code == 2, result.output
+    assert "The source dictionary is not the one that the checkpoint was" in result.stderr
+    cli_runs.succeed(*again, "--finetune-from-model", file)
+    before, after = (
+        torch.load(path, weights_only=False)["model"]
+        for path in (file, tmp_path / "again/checkpoint_last.pt")
+    )
+    for name, value in before.items():
+        assert close(value, after[name]), name
