@@ -6,13 +6,16 @@ every other reader adds them to the weights when it loads the file.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.layers.adapter import FIRST_SITE, Adapter, adapters_of, merged
+from lightseq_fairseq.layers.adapter import FIRST_SITE, Adapter, merged
 from lightseq_fairseq.training.freezing import matches
+
+logger = logging.getLogger(__name__)
 
 _LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 _SHORT = {name.removesuffix("_proj"): name for name in _LAYERS}
@@ -54,20 +57,46 @@ def add(model: Any, common: Any) -> None:
     model.flatten()
 
 
-def fit(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def fit(state: dict[str, Tensor], model: nn.Module, begins: bool) -> dict[str, Tensor]:
     """A loaded state dict as the model needs it.
 
-    If the model has no adapters, those of the file are added to its weights. If the file has none,
-    the model's own begin.
+    The file's adapters train further if the model has the same. Otherwise a run that begins with
+    the file adds them to the weights, and the model's own begin.
+
+    begins: the run does not resume that of the file.
+
+    Raises:
+        UserError: the run resumes, but its adapters are others.
     """
-    mine = adapters_of(model)
-    if not mine:
-        return merged(state)
-    if any(".lora." in name for name in state):
+    theirs, mine = (
+        {name: value for name, value in each.items() if ".lora." in name}
+        for each in (state, model.state_dict())
+    )
+    if _kinds(theirs) == _kinds(mine):
         return state
-    own = {
-        f"{name}.{key}": value
-        for name, adapter in mine.items()
-        for key, value in adapter.state_dict().items()
-    }
-    return {**state, **own}
+    if not begins:
+        raise UserError(
+            f"The adapters of the checkpoint ({_told(theirs)}) are not those of this run "
+            f"({_told(mine)}): to resume, set --lora-rank, --lora-alpha and --lora-on as before. "
+            "Or begin a run in another --save-dir with --finetune-from-model, which adds the "
+            "checkpoint's adapters to the weights."
+        )
+    if theirs:
+        logger.info("adapters of the checkpoint are added to its weights (%s)", _told(theirs))
+    return {**merged(state), **mine}
+
+
+def _kinds(adapters: dict[str, Tensor]) -> dict[str, Any]:
+    """Name of a tensor -> its shape, or the scale itself."""
+    return {n: x.shape if x.dim() else float(x) for n, x in adapters.items()}
+
+
+def _told(adapters: dict[str, Tensor]) -> str:
+    """Rank, alpha and kinds of layers of the adapters in a state dict, in words."""
+    layers = [name.removesuffix(".lora.A") for name in adapters if name.endswith(".lora.A")]
+    if not layers:
+        return "none"
+    rank = len(adapters[f"{layers[0]}.lora.A"])
+    alpha = float(adapters[f"{layers[0]}.lora.scale"]) * rank
+    kinds = ", ".join(dict.fromkeys(layer.split(".")[-1] for layer in layers))
+    return f"rank {rank}, alpha {alpha:g}, {len(layers)} layers: {kinds}"

@@ -294,16 +294,17 @@ class Trainer(ResumableTrainer):
             trained_with = state["extra_state"].get("dictionaries")
             # Fine-tuning may change the dictionary, and train a head for other labels.
             may_differ = args[0] == self.cfg.checkpoint.finetune_from_model
-            follows = (may_differ or reset_optimizer) and word_rows.follow(state, self.task)
+            begins = may_differ or reset_optimizer
+            follows = begins and word_rows.follow(state, self.task)
             for differs, is_new in (
                 (lambda *both: None if follows else dictionaries.difference(*both), may_differ),
-                (dictionaries.other_labels, may_differ or reset_optimizer),
+                (dictionaries.other_labels, begins),
             ):
                 if (sentence := differs(self.task, trained_with)) is not None and not is_new:
                     raise UserError(sentence)
                 if sentence is not None:
                     logger.warning(sentence)
-            state["model"] = lora.fit(state["model"], self.get_model())
+            state["model"] = lora.fit(state["model"], self.get_model(), begins)
             if not reset_optimizer:
                 optimizer_order.follow_model(state, self.get_model())
                 accept_other_precision(state, self.cfg)

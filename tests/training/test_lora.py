@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.layers.adapter import FIRST_SITE, Adapter, adapters_of, merged
 from lightseq_fairseq.layers.linear import _Linear
 from lightseq_fairseq.layers.node import Input, apply
@@ -141,6 +143,89 @@ def test_runs_resume_exactly(data: Path, tmp_path: Path, precision: str) -> None
     sizes = [x.numel() for n, x in state["model"].items() if n in names and x.dim() == 2]
     assert sum(moment.numel() for moment in moments) == sum(sizes) > 0
     assert not [name for name in state["cfg"]["common"] if "lora" in name]
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "rank": {"lora_rank": 8, "lora_alpha": 8},
+    "alpha": {"lora_rank": 4, "lora_alpha": 100},
+    "more layers": {"lora_rank": 4, "lora_alpha": 8, "lora_on": "q,v,fc1"},
+    "fewer layers": {"lora_rank": 4, "lora_alpha": 8, "lora_on": "v"},
+    "none": {},
+}
+_TOLD = {
+    "rank": "rank 8, alpha 8, 6 layers: v_proj, q_proj",
+    "alpha": "rank 4, alpha 100, 6 layers: v_proj, q_proj",
+    "more layers": "rank 4, alpha 8, 8 layers: v_proj, q_proj, fc1",
+    "fewer layers": "rank 4, alpha 8, 3 layers: v_proj",
+    "none": "none",
+}
+
+
+@pytest.fixture(scope="module")
+def of_rank_4(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rank4")
+    runs.run(data, folder, **runs.LS, lora_rank=4, max_update=6, lr=0.05)
+    return folder
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_run_resumes_only_its_own_adapters(
+    case: str, data: Path, tmp_path: Path, of_rank_4: Path
+) -> None:
+    shutil.copytree(of_rank_4, tmp_path / "run")
+    with pytest.raises(UserError) as caught:
+        runs.run(data, tmp_path / "run", **runs.LS, **OTHERS[case], max_update=8)
+    assert str(caught.value).startswith(
+        "The adapters of the checkpoint (rank 4, alpha 8, 6 layers: v_proj, q_proj) are not those "
+        f"of this run ({_TOLD[case]}): to resume, set --lora-rank, "
+    )
+
+
+def test_adapters_do_not_resume_from_a_plain_run(data: Path, tmp_path: Path) -> None:
+    runs.run(data, tmp_path, **runs.LS, max_update=2)
+    with pytest.raises(UserError, match=r"^The adapters of the checkpoint \(none\) are not those "):
+        runs.run(data, tmp_path, **runs.LS, lora_rank=4, max_update=4)
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [("rank", "bf16"), ("more layers", "fp32"), ("fewer layers", "fp32"), ("none", "bf16")],
+)
+def test_a_run_with_other_adapters_begins_with_the_sums(
+    case: str, precision: str, data: Path, tmp_path: Path, of_rank_4: Path
+) -> None:
+    """Of the weights and the adapters of the checkpoint; frozen ones are in 16 bits with --bf16."""
+    file = of_rank_4 / "checkpoint_last.pt"
+    sums = merged(torch.load(file, weights_only=False)["model"])
+    flags = {**runs.LS, **runs.PRECISIONS[precision], "finetune_from_model": str(file)}
+    flags |= {"max_update": 1, "lr": 1e-9, "weight_decay": 0}
+    runs.run(data, tmp_path, **flags, **OTHERS[case])
+    found = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
+    assert {name for name in found if ".lora." not in name} == set(sums)
+    adapters = {name: value for name, value in found.items() if ".lora." in name}
+    stored = torch.bfloat16 if adapters and precision == "bf16" else torch.float32
+    for name, value in sums.items():
+        torch.testing.assert_close(found[name], value.to(stored).float(), rtol=0, atol=1e-6)
+    assert lora._told(adapters) == _TOLD[case]
+    for name, value in adapters.items():
+        if name.endswith("B"):
+            assert value.abs().max() < 1e-6
+
+
+def test_adapters_train_further_from_a_checkpoint(
+    data: Path, tmp_path: Path, of_rank_4: Path
+) -> None:
+    """Those of the same layers, rank and alpha; the weights stay."""
+    file = of_rank_4 / "checkpoint_last.pt"
+    runs.run(
+        data, tmp_path, **runs.LS, lora_rank=4, max_update=1, lr=1e-9, finetune_from_model=str(file)
+    )
+    before, after = (
+        torch.load(x, weights_only=False)["model"] for x in (file, tmp_path / "checkpoint_last.pt")
+    )
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)
 
 
 def test_adapters_are_added_when_a_file_is_read(
