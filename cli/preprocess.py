@@ -69,6 +69,7 @@ def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Nam
         raise UserError(f"{notes[0]} --alignfile cannot be used with it: replace it by a space.")
     for note in notes:
         click.echo(f"lightseq-preprocess: note: {note}", err=True)
+    _join(args)
     with contextlib.ExitStack() as within:
         within.enter_context(files.no_empty_folder(args.destdir))
         if given:
@@ -79,6 +80,23 @@ def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Nam
             name = "fairseq_cli.preprocess:_make_binary_dataset"
             within.enter_context(patching.within(name, binarise))
         fairseq_main(args)
+
+
+def _join(args: Namespace) -> None:
+    """Sets both dictionaries if --joined-dictionary has one, and the folder has it already for the
+    other language, from another pair: fairseq refuses to write that file again."""
+    given, other = args.srcdict or args.tgtdict, None
+    if args.joined_dictionary and given and not (args.srcdict and args.tgtdict):
+        other = Path(
+            args.destdir, f"dict.{args.target_lang if args.srcdict else args.source_lang}.txt"
+        )
+    if other is not None and other.is_file():
+        from fairseq import tasks
+
+        load = tasks.get_task(args.task).load_dictionary
+        if load(given) == load(str(other)):
+            args.srcdict = args.tgtdict = given
+            args.joined_dictionary = False
 
 
 def _splits(args: Namespace) -> Iterator[list[str]]:

@@ -91,8 +91,19 @@ def notes(
         # Not for validate, which reads the remaining configuration from the checkpoint.
         elif _lacks_its_whole(flag, parser, args) and command != "validate":
             yield f"{flag} has no effect without {WITHOUT[flag]}."
+        elif command == "train" and flag in _unread_by_samples(args):
+            yield f"{flag} has no effect with --sampling-method {args.sampling_method}."
         elif flag == "--fp32-reduce-scatter" and command == "train" and not _in_16_bits(args):
             yield f"{flag} has no effect without --fp16 or --bf16: gradients are float32 already."
+
+
+def _unread_by_samples(args: argparse.Namespace) -> tuple[str, ...]:
+    """Settings of batches that fairseq does not use if they are sampled from language pairs."""
+    if getattr(args, "sampling_method", "RoundRobin") == "RoundRobin":
+        return ()
+    # With more batches an update, the flag removes a last update of fewer batches.
+    remainder = ("--skip-remainder-batch",) if [*args.update_freq] == [1] else ()
+    return ("--data-buffer-size", "--grouped-shuffling", "--update-epoch-batch-itr", *remainder)
 
 
 def _lacks_its_whole(flag: str, parser: argparse.ArgumentParser, args: argparse.Namespace) -> bool:

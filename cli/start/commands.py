@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -33,8 +34,19 @@ class OneSentence(click.Command):
     and a UserError without a traceback."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # that is shell completion
+            names = _names(ctx)
+            sentence = command_lines.mistyped(
+                " ".join(names), args, functools.partial(self.flags, args)
+            )
+            if sentence is not None:
+                raise CommandError(names[0], sentence)
         with _usage_errors(ctx):
             return super().parse_args(ctx, args)
+
+    def flags(self, words: list[str]) -> set[str]:
+        """The flags of the command line ``words``."""
+        return _flags(self)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -70,6 +82,12 @@ def _names(ctx: click.Context) -> list[str]:
     return names
 
 
+def _flags(command: click.Command) -> set[str]:
+    """The command's own flags."""
+    options = (word for parameter in command.params for word in parameter.opts)
+    return {flag for flag in options if flag.startswith("-")}  # others are arguments
+
+
 @contextmanager
 def _usage_errors(ctx: click.Context) -> Iterator[None]:
     """Turns click's usage errors within the block into a `CommandError`."""
@@ -78,10 +96,8 @@ def _usage_errors(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except click.NoSuchOption as error:
-        options = (word for parameter in ctx.command.params for word in parameter.opts)
-        known = {flag for flag in options if flag.startswith("-")}  # others are arguments
         sentence = command_lines.unknown_flag(
-            program, error.option_name, known, f"{program} --help lists all flags."
+            program, error.option_name, _flags(ctx.command), f"{program} --help lists all flags."
         )
         raise CommandError(names[0], sentence) from error
     except click.UsageError as error:

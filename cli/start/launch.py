@@ -70,6 +70,11 @@ class PassThrough(OneSentence):
         ctx.params["words"] = [*ctx.params["words"], *args[end:]]
         return rest
 
+    def flags(self, words: list[str]) -> set[str]:
+        """The flags of the command line ``words``: our own, and fairseq's."""
+        command = str(self.name).removeprefix("lightseq-")
+        return super().flags(words) | {*completions.flags(command, words)}
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Shell completion of our own flags, and of fairseq's."""
         command = str(self.name).removeprefix("lightseq-")

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,8 @@ _PARSERS = {
     "score": None,
     "export": None,
 }
+_DASHES = "-\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"  # a word processor makes others of two
+_DATA = ("data", "data-bin", "data-dir", "data-folder", "data-path")
 
 
 @contextmanager
@@ -123,6 +125,37 @@ def _unknown(command: str, parser: argparse.ArgumentParser, word: str) -> str:
             f"or remove {flag}."
         )
     return unknown_flag(program, flag, known, "--fairseq-help lists all flags.")
+
+
+def mistyped(
+    program: str, words: Sequence[str], known: Callable[[], Collection[str]]
+) -> str | None:
+    """The sentence for the first flag of ``words`` that begins with other dashes than two, such as
+    -arch, or that names the data folder, which has no flag; None if there is none.
+
+    argparse reads -arch as -a with the value rch.
+
+    Args:
+        known: returns the flags of ``program``.
+    """
+    for word in words[: words.index("--")] if "--" in words else words:
+        flag = word.partition("=")[0]
+        name = flag.lstrip(_DASHES)
+        two = f"--{name}"
+        if len(name) > 1 and flag not in (name, two) and two in known():
+            return f"{program} has no flag {flag}: did you mean {two}?"
+        if two == flag and name in _DATA and _takes_data(program) and flag not in known():
+            return (
+                f"{program} has no flag {flag}: write the data folder without a flag, as in "
+                f"{program} data-bin."
+            )
+    return None
+
+
+def _takes_data(program: str) -> bool:
+    """Whether the command takes the data folder as a word without a flag."""
+    command = program.rpartition(" ")[2].removeprefix("lightseq-")
+    return command != "preprocess" and _PARSERS.get(command) is not None
 
 
 def unknown_flag(program: str, flag: str, known: set[str], otherwise: str) -> str:

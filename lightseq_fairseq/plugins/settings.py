@@ -365,6 +365,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(UNREAD, ALL, "--keep-interval-updates --keep-interval-updates-pattern",
             without="--save-interval-updates"),
     Setting(UNREAD, ALL, "--sampling-topk --sampling-topp", without="--sampling"),
+    Setting(UNREAD, ALL, "--sampling-temperature", without="--sampling-method temperature"),
     Setting(UNREAD, ALL, "--diverse-beam-strength", without="--diverse-beam-groups"),
     Setting(UNREAD, ALL, "--lm-weight", without="--lm-path"),
     Setting(UNREAD, ALL, "--retain-dropout-modules", without="--retain-dropout"),

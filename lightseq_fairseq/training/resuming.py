@@ -80,6 +80,8 @@ class ResumableTrainer(native.Trainer):
         )
         if extra_state is None:
             return extra_state
+        if (wall := metrics.get_meter("default", "wall")) is not None:
+            wall.start()  # a loaded meter does not run: fairseq logs wall 0
         kept = extra_state.pop(_KEPT, {})
         position = extra_state["train_iterator"]
         begins_epoch = position.get("version", 1) >= 2 and position["iterations_in_epoch"] == 0

@@ -116,6 +116,26 @@ def test_language_ids_are_left_out(trained: Trained, tmp_path: Path) -> None:
     assert "note: --enable-lang-ids has no effect" in result.stderr
 
 
+@pytest.mark.parametrize("method", ["concat", "RoundRobin"])
+def test_settings_that_sampled_batches_do_not_use_are_named(
+    trained: Trained, tmp_path: Path, method: str
+) -> None:
+    flags = ["--data-buffer-size", "3", "--skip-remainder-batch", "--sampling-temperature", "2"]
+    words = [*TASK, *TRAIN, *flags, "--sampling-method", method, "--save-dir", tmp_path]
+    result = run("train", trained.data, *words)
+    assert result.exit_code == 0, (result.output, result.exception)
+    notes = [line for line in result.stderr.splitlines() if "has no effect" in line]
+    assert notes == [
+        f"lightseq-train: note: {flag} has no effect with{more}"
+        for flag, more in (
+            ("--data-buffer-size", " --sampling-method concat."),
+            ("--sampling-temperature", "out --sampling-method temperature."),
+            ("--skip-remainder-batch", " --sampling-method concat."),
+        )
+        if method == "concat" or flag == "--sampling-temperature"
+    ]
+
+
 @pytest.mark.parametrize(
     "words", ["--restore-file $", "--finetune-from-model $ --native"], ids=["resumed", "native"]
 )
@@ -176,3 +196,29 @@ def test_wrong_input_is_answered_with_one_sentence(
     said = result.stderr.splitlines()[-1].partition("error: ")[2]
     assert matches(said, sentence), said
     assert not folders["OUT"].exists()
+
+
+@pytest.mark.parametrize("flag", ["--srcdict", "--tgtdict"])
+def test_pairs_of_one_folder_have_one_dictionary(tmp_path: Path, flag: str) -> None:
+    text = {"en": "a dog", "de": "ein Hund", "fr": "un chien"}
+    for language, line in text.items():
+        (tmp_path / f"train.{language}").write_text(f"{line}\n")
+    (tmp_path / "both").write_text(
+        "\n".join(f"{word} 1" for word in " ".join(text.values()).split())
+    )
+
+    def preprocess(source: str, target: str, dictionary: Path) -> Any:
+        return run(
+            "preprocess", "-s", source, "-t", target, "--joined-dictionary", flag, dictionary,
+            "--trainpref", tmp_path / "train", "--destdir", tmp_path / "bin",
+        )  # fmt: skip
+
+    for source, target in (("en", "de"), ("fr", "de"), ("fr", "en"), ("en", "fr")):
+        result = preprocess(source, target, tmp_path / "both")
+        assert result.exit_code == 0, (result.stderr, result.exception)
+    words = [(tmp_path / "bin" / f"dict.{language}.txt").read_text() for language in text]
+    assert len(set(words)) == 1
+    assert len({*(tmp_path / "bin").glob("train.*.idx")}) == 8
+    (tmp_path / "other").write_text("a 1\n")
+    result = preprocess("en", "de", tmp_path / "other")
+    assert result.exit_code == 2 and "exists already: choose another --destdir" in result.stderr

@@ -16,9 +16,12 @@ import sys
 import termios
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import fairseq_cli.train
 import pytest
 import torch
+from fairseq.logging import metrics
 from helpers import cli_runs, forked_commands
 from helpers.training_runs import ON_GPU
 
@@ -162,6 +165,28 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     )
     file = (tmp_path / report.FILE).read_text()
     assert "(encoder)" in file and [line for line in messages if line not in file] == []
+
+
+@pytest.mark.parametrize("system", [[], ["--native"]], ids=["ours", "native"])
+def test_a_run_that_resumes_within_an_epoch_has_a_running_clock(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: list[str]
+) -> None:
+    """fairseq's wall would stay 0."""
+    walls: list[float] = []
+    stats = fairseq_cli.train.get_training_stats
+
+    def read(found: dict[str, Any]) -> dict[str, Any]:
+        walls.append(metrics.get_meter("default", "wall").elapsed_time)
+        return stats(found)
+
+    monkeypatch.setattr(fairseq_cli.train, "get_training_stats", read)
+    for updates in (3, 5):
+        walls.clear()
+        cli_runs.succeed(
+            "train", data, *TINY, *system, "--max-tokens", "100", "--max-update", str(updates),
+            "--log-interval", "1", "--save-dir", tmp_path,
+        )  # fmt: skip
+        assert len(walls) >= 2 and 0 < walls[0] < walls[1]
 
 
 def test_a_run_that_goes_on_counts_its_own_updates(
