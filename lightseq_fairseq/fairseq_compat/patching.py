@@ -104,6 +104,8 @@ def within(target: str, ours: Any, by: str = "") -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+        # Kept, it would keep what it refers to: a trainer with its model and optimizer.
+        _replacements.pop(patch, None)
         _undone.add(patch)
 
 

@@ -246,7 +246,7 @@ def compare(name: str, device: str, dtype: torch.dtype, replays: bool) -> None:
         mean = total / given.target.ne(PAD).sum()
         tolerances: dict[str, Any] = {"rtol": 0.05, "atol": 2e-3} if device == "cuda" else {}
         torch.testing.assert_close(loss, total, **tolerances)
-        expected = torch.autograd.grad(mean, list(network.parameters()))
+        expected = torch.autograd.grad(mean, gradients.parameters)
         torch.testing.assert_close(found, list(expected), **tolerances)
 
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,27 @@ def test_the_loss_of_nllbs_vocabulary_needs_its_logits_once(smoothing: float) ->
     assert gradients.flat.isfinite().all() and gradients.flat.any()
 
 
+@pytest.fixture
+def model_is_made_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By all cores, since other tests wait, and of zeros: billions of random numbers take minutes,
+    and memory does not depend on them."""
+
+    def zero(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor.detach().zero_()
+
+    for name in ("kaiming_uniform_", "normal_", "uniform_", "xavier_uniform_"):
+        monkeypatch.setattr(torch.nn.init, name, zero)
+    monkeypatch.setattr(torch.Tensor, "normal_", zero)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.large
 @pytest.mark.alone
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("model_is_made_fast")
 @pytest.mark.parametrize(
     ("words", "most"),
     [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import shutil
@@ -375,3 +376,10 @@ def test_copies_of_native_runs_stay_fairseqs(
     with mock.patch.object(PathManager, "copy", side_effect=PathManager.copy) as copied:
         runs.run(data, tmp_path, **runs.NATIVE, max_update=7)
     assert copied.call_count == 1
+
+
+def test_a_run_leaves_no_trainer(data: Path, tmp_path: Path) -> None:
+    """It would keep the memory of its model and optimizer: of the GPU, in a notebook."""
+    runs.run(data, tmp_path, **runs.LS, max_update=2)
+    gc.collect()
+    assert not [x for x in gc.get_objects() if issubclass(type(x), trainer.Trainer)]

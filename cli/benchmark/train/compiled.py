@@ -106,6 +106,7 @@ class Gradients:
         self._model = torch.compile(model, backend=backend, dynamic=sizes_are_symbols)
         self._graphs: dict[tuple[torch.Size, ...], tuple[Any, Batch, list[Tensor]]] = {}
         self._pool: Any = None
+        self._stream: Any = torch.cuda.Stream() if self.gpu else None
 
     def __call__(self, batch: Batch) -> list[Tensor]:
         """[loss summed over real targets, for each parameter the gradient of their mean loss].
@@ -132,7 +133,8 @@ class Gradients:
         return [loss.detach(), *torch.autograd.grad(mean, self.parameters)]
 
     def _capture(self, inputs: Batch) -> tuple[Any, Batch, list[Tensor]]:
-        stream = torch.cuda.Stream()
+        # One stream for all of it: autograd remembers the stream in which it first saw a parameter.
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # compile, and let libraries allocate their workspaces
@@ -141,7 +143,7 @@ class Gradients:
         graph = torch.cuda.CUDAGraph()
         # One pool for all graphs: besides its results, a replay leaves nothing that is still used.
         # Thread-local: the thread that pins the next batches keeps calling CUDA during capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             results = self._compute(inputs)
         self._pool = graph.pool()
         return graph, inputs, results
