@@ -20,6 +20,7 @@ from typing import IO
 
 import pytest
 import torch
+from helpers import garbage
 
 # Packages of the root that tests import, such as scripts for `python -m scripts.tables`. The root
 # is not on the path, because there its cli would come before the tested package.
@@ -75,11 +76,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
     # Training collects garbage before it starts workers, which takes half a second with all that
     # tests import. Exclude these objects. (On a GPU, objects that stay frozen could hold memory.)
+    # Training freezes nothing more: the pipes of its workers would stay open after it.
     gc.freeze()
-    gc.unfreeze = lambda: None
+    gc.freeze = gc.unfreeze = lambda: None
 
 
-_unfreeze = gc.unfreeze
 _files = itertools.count(1)
 
 
@@ -92,9 +93,9 @@ def no_garbage_left() -> Iterator[None]:
     yield
     if gc.get_freeze_count():
         if next(_files) % 10 == 0:
-            _unfreeze()
+            garbage.unfreeze()
         gc.collect()
-        gc.freeze()
+        garbage.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,6 +24,7 @@ import helpers.training_runs as runs
 import pytest
 import torch
 from fairseq.data.iterators import BackgroundConsumer
+from helpers import garbage
 from torch.utils.data import DataLoader, _utils
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
@@ -233,7 +234,7 @@ def test_workers_free_nothing_that_they_inherit(data: Path, tmp_path: Path, nati
         return fetch(self, indices)
 
     calls = mock.Mock()
-    calls.freeze.side_effect = gc.freeze
+    calls.freeze.side_effect = garbage.freeze
     with (
         mock.patch.object(DataLoader, "__iter__", starts),
         mock.patch.object(_MapDatasetFetcher, "fetch", fetches),
