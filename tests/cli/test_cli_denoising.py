@@ -101,7 +101,7 @@ def test_a_checkpoint_is_validated_with_the_noise_of_training(
     losses = re.findall(r"subset \| loss (\S+)", log)
     words = ["--task", task, "--path", checkpoint, "--max-tokens", "192", "--cpu"]
     for more in ([], ["--native"]):
-        assert f"| loss {losses[-1]} " in cli_runs.logged("validate", data[task], *words, *more)
+        assert f"| loss {losses[-1]} " in cli_runs.validated(data[task], *words, *more)
 
 
 def test_a_checkpoint_begins_translation(

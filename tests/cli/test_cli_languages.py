@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import helpers.languages as languages
 import pytest
 import torch
-from helpers.cli_runs import most_workers, run, succeed
+from helpers.cli_runs import most_workers, run, succeed, validated
 from helpers.golden import matches, refusals
 
 from lightseq_fairseq import Translator
@@ -88,15 +88,10 @@ def test_translator_knows_the_task(trained: Trained) -> None:
         Translator.from_pretrained(trained.run, target_lang="zz", **options)
 
 
-def test_validation_is_that_of_training(trained: Trained, caplog: Any, monkeypatch: Any) -> None:
-    import fairseq_cli.validate
-
-    monkeypatch.setattr(fairseq_cli.validate, "reset_logging", lambda: None)
-    caplog.set_level("INFO")
+def test_validation_is_that_of_training(trained: Trained) -> None:
     path = trained.run / "checkpoint_best.pt"
     best = torch.load(path, weights_only=False)["extra_state"]["best"]
-    succeed("validate", trained.data, *TASK, "--path", path, "--cpu", "--log-format", "simple")
-    (line,) = (text for text in caplog.messages if "valid on 'valid' subset" in text)
+    line = validated(trained.data, *TASK, "--path", path, "--cpu", "--log-format", "simple")
     assert f"| loss {best:g} |" in line
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import helpers.roberta_runs as roberta
 import pytest
 import torch
-from helpers.cli_runs import most_workers, run, succeed
+from helpers.cli_runs import most_workers, run, succeed, validated
 from helpers.golden import matches, refusals
 
 # isort: split
@@ -89,23 +89,10 @@ def test_the_best_checkpoint_is_the_most_accurate(tuned: dict[str, Tuned]) -> No
         assert b"ls_" not in path.read_bytes()
 
 
-def measured(log: pytest.LogCaptureFixture, *words: Any) -> str:
+def measured(*words: Any) -> str:
     """What lightseq-validate prints of a checkpoint, without the speed."""
-    log.clear()
-    succeed("validate", *words, "--cpu", "--num-workers", "0", "--log-format", "simple")
-    (line,) = (text for text in log.messages if "valid on 'valid' subset" in text)
-    return line.partition(" | wps")[0].partition("| ")[2]
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """caplog that fairseq-validate leaves in place: it removes the handlers of all loggers."""
-    import fairseq_cli.validate
-
-    monkeypatch.setattr(fairseq_cli.validate, "reset_logging", lambda: None)
-    caplog.set_level("WARNING", "fairseq_cli.validate")  # which logs the whole configuration
-    caplog.set_level("INFO")
-    return caplog
+    line = validated(*words, "--cpu", "--num-workers", "0", "--log-format", "simple")
+    return line.partition(" | wps")[0].partition(" subset | ")[2]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +119,7 @@ def other_labels(data: roberta.Data, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("system", [[], ["--native"]], ids=["ours", "native"])
 def test_labels_that_training_did_not_have(
-    tuned: dict[str, Tuned], other_labels: dict[str, Path], log: Any, system: list[str]
+    tuned: dict[str, Tuned], other_labels: dict[str, Path], system: list[str]
 ) -> None:
     run_, told = tuned["classes"], []
     for place in other_labels.values():
@@ -150,8 +137,12 @@ def test_labels_that_training_did_not_have(
 
 
 def test_python_and_resumed_training_refuse_moved_labels(
-    tuned: dict[str, Tuned], other_labels: dict[str, Path], tmp_path: Path, log: Any
+    tuned: dict[str, Tuned],
+    other_labels: dict[str, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     best, moved = tuned["classes"].best, other_labels["moved"]
     with pytest.raises(UserError, match="Class 0 is the label"):
         Ours.from_pretrained(str(best.parent), best.name, str(moved), bpe=None)
@@ -161,14 +152,14 @@ def test_python_and_resumed_training_refuse_moved_labels(
     assert result.exit_code == 2 and "Class 0 is the label" in result.stderr.splitlines()[-1]
     succeed("train", moved, *begin, "--restore-file", best, "--reset-optimizer",
             "--reset-dataloader", "--reset-meters", "--max-update", "1")  # fmt: skip
-    assert "Class 0 is the label" in log.text
+    assert "Class 0 is the label" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_validate(tuned: dict[str, Tuned], log: Any, kind: str) -> None:
+def test_validate(tuned: dict[str, Tuned], kind: str) -> None:
     run = tuned[kind]
     line, *others = (
-        measured(log, run.data, "--path", path, *words)
+        measured(run.data, "--path", path, *words)
         for path in (run.best, run.native)
         for words in ([], ["--native"], ["--batch-size", "3"])
     )
@@ -181,15 +172,13 @@ def test_validate(tuned: dict[str, Tuned], log: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--task", "masked_lm"]], ids=["found", "given"])
-def test_validate_masked_text(
-    data: roberta.Data, pretrained: Path, log: Any, words: list[str]
-) -> None:
-    line = measured(log, data.text, "--path", pretrained, *words)
+def test_validate_masked_text(data: roberta.Data, pretrained: Path, words: list[str]) -> None:
+    line = measured(data.text, "--path", pretrained, *words)
     assert re.fullmatch(r"loss \d+\.\d+ \| ppl \d+\.\d+", line)
-    assert measured(log, data.text, "--path", pretrained, *words, "--native") == line
+    assert measured(data.text, "--path", pretrained, *words, "--native") == line
 
 
-def test_validate_ranking(data: roberta.Data, pretrained: Path, tmp_path: Path, log: Any) -> None:
+def test_validate_ranking(data: roberta.Data, pretrained: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(data.classes, tmp_path / "data")
     shutil.copytree(folder / "input0", folder / "input2")
     for split, count in (("train", 40), ("valid", 12)):
@@ -198,21 +187,21 @@ def test_validate_ranking(data: roberta.Data, pretrained: Path, tmp_path: Path, 
     ranking = ["--task", "sentence_ranking", "--num-classes", "2", "--max-option-length", "12"]
     roberta.tune(folder, pretrained, tmp_path / "run", *ranking)
     path = tmp_path / "run" / "checkpoint_best.pt"
-    line = measured(log, folder, "--path", path)
+    line = measured(folder, "--path", path)
     assert re.fullmatch(r"loss \d+\.\d+ \| nll_loss \d+\.\d+ \| accuracy \d+\.?\d*", line)
-    assert measured(log, folder, "--path", path, "--native") == line
+    assert measured(folder, "--path", path, "--native") == line
 
 
-def test_average(tuned: dict[str, Tuned], tmp_path: Path, log: Any) -> None:
+def test_average(tuned: dict[str, Tuned], tmp_path: Path) -> None:
     run = tuned["classes"]
     paths = run.best, run.native
     succeed("average", "--inputs", *paths, "--output", tmp_path / "mean.pt")
     models = [torch.load(p, weights_only=False)["model"] for p in (tmp_path / "mean.pt", *paths)]
     for name, mean in models[0].items():
         torch.testing.assert_close(mean, (models[1][name] + models[2][name]) / 2)
-    line = measured(log, run.data, "--path", tmp_path / "mean.pt")
+    line = measured(run.data, "--path", tmp_path / "mean.pt")
     assert "accuracy" in line
-    assert measured(log, run.data, "--path", tmp_path / "mean.pt", "--native") == line
+    assert measured(run.data, "--path", tmp_path / "mean.pt", "--native") == line
 
 
 TOKENS = torch.tensor([[0, 5, 9, 12, 2, 2, 7, 2], [0, 4, 11, 2, 2, 6, 2, 1]])

@@ -253,12 +253,11 @@ def test_adapters_are_added_when_a_file_is_read(
         assert torch.equal(plain[name], value) != (is_changed and "output" not in name)
     # The loss of validation within the run is that of the merged weights.
     wanted = [line for line in caplog.text.splitlines() if "valid on" in line and "loss" in line]
-    log = cli_runs.logged(
-        "validate", binarised, "--path", file, "--valid-subset", "valid", "--cpu",
+    found = cli_runs.validated(
+        binarised, "--path", file, "--valid-subset", "valid", "--cpu",
         "--max-tokens", 200, "--num-workers", 0, "--task", "translation",
     )  # fmt: skip
-    found = [line for line in log.splitlines() if " loss " in line and "valid" in line]
-    losses = [float(lines[-1].split(" loss ")[1].split()[0]) for lines in (wanted, found)]
+    losses = [float(line.split(" loss ")[1].split()[0]) for line in (wanted[-1], found)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
 
     def translated(path: Path, *more: str) -> list[str]:
