@@ -6,14 +6,13 @@ Here on a CPU, where the same code launches kernels one by one.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import multiprocessing
 import os
 import random
 import re
-import select
 import signal
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -318,23 +317,24 @@ def test_killed_at_random_while_it_saves(data: Path, tmp_path: Path) -> None:
     flags.update(keep_interval_updates=2, no_epoch_checkpoints=True)
     whole = run(data, tmp_path / "whole", **flags)
     generator, folder, save = random.Random(7), tmp_path / "killed", Writer.save
-    reader, writer = os.pipe()
-    updates = 0
-    for kills in range(1, 9):
+
+    def killed(saves: int, seconds: float) -> None:
+        left = itertools.count(saves, -1)
 
         def told(self: Writer, *arguments: Any) -> None:
             save(self, *arguments)
-            os.write(writer, b".")
+            if next(left) == 1:
+                # Then SIGPROF ends this process as SIGKILL would. It counts the seconds that the
+                # process computes: on a busy machine they are as long.
+                signal.setitimer(signal.ITIMER_PROF, seconds)
 
         with mock.patch.object(Writer, "save", told):
-            child = runs.fork(functools.partial(run, data, folder, **flags))
-        os.read(reader, 1)
-        # Later kills come later: on a busy machine, the first ones come before any file is written.
-        time.sleep(generator.uniform(0, 0.03 * kills))
-        os.kill(child, signal.SIGKILL)
-        assert runs.exit_status(child) == -signal.SIGKILL
-        while select.select([reader], [], [], 0)[0]:
-            os.read(reader, 100)
+            run(data, folder, **flags)
+
+    updates = 0
+    for kills in range(1, 9):
+        when = generator.randint(1, 3), generator.uniform(1e-3, 0.03)
+        assert runs.in_a_fork(functools.partial(killed, *when)) == -signal.SIGPROF
         for path in folder.glob("*.pt"):
             state = torch.load(path, weights_only=False)
             if path.name == "checkpoint_last.pt":
