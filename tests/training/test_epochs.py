@@ -18,7 +18,7 @@ from helpers.training_runs import LS, differing, run_ranks, trained
 SIZE = [word for word in roberta.SIZE if word != "--no-epoch-checkpoints"]
 SYSTEMS = pytest.mark.parametrize("system", [[], ["--native"]], ids=["ours", "native"])
 LANGUAGES = (
-    "--arch ls_transformer --max-tokens 60 --task translation_multi_simple_epoch "
+    "--arch ls_transformer --max-tokens 120 --task translation_multi_simple_epoch "
     "--lang-pairs aa-bb,bb-aa,aa-cc --sampling-method temperature --encoder-langtok src "
     "--decoder-langtok"
 )
@@ -40,12 +40,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     shutil.copy(data.text / "dict.txt", several)
     crop = ["--shorten-method", "random_crop"]
     masked = [*roberta.MASKED, *SIZE, "--required-batch-size-multiple", "1"]
+    masked += ["--max-tokens", "192"]
     tuned = [*roberta.TUNED, *SIZE, "--num-classes", "2", "--max-positions", "6"]
     for name in ("optimizer", "dataloader", "meters"):
         tuned.remove(f"--reset-{name}")
     # In a narrow model without training, what the encoder reads hardly changes the loss.
     noised = shlex.split(
-        "--task denoising --arch ls_bart_base --tokens-per-sample 24 --max-tokens 96 --lr 5e-3 "
+        "--task denoising --arch ls_bart_base --tokens-per-sample 24 --max-tokens 192 --lr 5e-3 "
         "--warmup-updates 1 --required-batch-size-multiple 1 --encoder-layers 1 --decoder-layers 1 "
         "--encoder-embed-dim 128 --encoder-ffn-embed-dim 24 --encoder-attention-heads 2 "
         "--decoder-attention-heads 2 --dropout 0 --attention-dropout 0 --rotate 0.3 --cpu"
@@ -53,12 +54,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     pairs = [word for word in cli_runs.SMALL if word != "--no-epoch-checkpoints"]
     first, second = (languages.write(folder / name, seed) for seed, name in enumerate("ab"))
     several_pairs = [*pairs, *shlex.split(LANGUAGES)]
+    more = ["--max-tokens", "384", "--task"]
     return {
         "masked text": Case(data.text, masked),
         "masked crops": Case(data.text, [*masked, *crop, "--tokens-per-sample", "6"]),
-        "several languages": Case(several, [*masked, "--task", "multilingual_masked_lm"]),
+        "several languages": Case(several, [*masked, *more, "multilingual_masked_lm"]),
         "noised text": Case(data.text, noised),
-        "noised languages": Case(several, [*noised, "--task", "multilingual_denoising"]),
+        "noised languages": Case(several, [*noised, *more, "multilingual_denoising"]),
         "cropped sentences": Case(data.classes, [*tuned, *crop]),
         "curriculum": Case(
             cli_runs.binarise(folder / "pairs"),
@@ -143,7 +145,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     train: Any, tmp_path: Path, case: str, system: list[str]
 ) -> None:
     """To the last bit, whether an epoch had ended or not, and with any number of workers."""
-    words = ["--save-interval-updates", "4", "--dropout", "0.1", *system]
+    words = ["--save-interval-updates", "2", "--dropout", "0.1", *system]
     train("whole", case, *words, "--num-workers", "1")
     middle = next((tmp_path / "whole").glob("checkpoint_2_*.pt"))
     for count, file in (("1", middle), ("2", middle.with_name("checkpoint1.pt"))):
