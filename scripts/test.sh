@@ -49,9 +49,10 @@ cat "$texts"
 # threads, and processes that some tests fork would fail. gpu_check.sh runs the tests on a GPU.
 export CUDA_VISIBLE_DEVICES=
 # Two processes of one thread each: the tests' tensors are too small for more. All tests of a file
-# run in one of them, so that its fixtures are made once.
+# run in one of them, so that its fixtures are made once. tests/conftest.py has the order of the
+# files; by default pytest-xdist would begin with the files that have the most tests.
 export OMP_NUM_THREADS=1
-check python -m pytest -n 2 --dist loadfile "$@"
+check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 
 cat "$failed" >&2
 exit "$(wc -l <"$failed")"

@@ -74,6 +74,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=on_gpu)
     items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    # Two processes share the files in this order, and should end at the same time. So the files
+    # that run no commands, which are the short ones, come last.
+    items.sort(key=lambda item: item.path.parent.name in ("model", "ops"))
     # Training collects garbage before it starts workers, which takes half a second with all that
     # tests import. Exclude these objects. (On a GPU, objects that stay frozen could hold memory.)
     # Training freezes nothing more: the pipes of its workers would stay open after it.
