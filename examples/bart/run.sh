@@ -13,43 +13,16 @@
 # have a score are not repeated. To train again from the start, delete the run's folder in DIR.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(cd "$here/../.." && pwd)
 # shellcheck source=examples/functions.sh
-. "$root/examples/functions.sh"
-system=lightseq
-native=()
-size=
-counts=
-seed=1
-pretraining=
-updates=
-data=$root/examples/multi30k/data
-out=$here/out
-
-while [ $# -gt 0 ]; do
-    case $1 in
-        --native) system=fairseq native=(--native); shift ;;
-        --size) size=${2:?--size needs cpu or gpu}; shift 2 ;;
-        --pairs) counts=${2:?--pairs needs numbers}; shift 2 ;;
-        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
-        --pretraining-updates) pretraining=${2:?--pretraining-updates needs a number}; shift 2 ;;
-        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
-        --data) data=${2:?--data needs a folder}; shift 2 ;;
-        --out) out=${2:?--out needs a folder}; shift 2 ;;
-        *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
-    esac
-done
-# shellcheck disable=SC2086
-require_numbers "--pairs, --seed, --pretraining-updates and --updates" ${counts:-1} "$seed" \
-    "${pretraining:-1}" "${updates:-1}"
-keep_commit
-set_up_unless_there filelock matplotlib sacremoses subword_nmt
-
+. "$(dirname "${BASH_SOURCE[0]}")/../functions.sh"
+read_flags "$@"
+data=${data:-$root/examples/multi30k/data}
+set_up filelock matplotlib sacremoses subword_nmt
 size=${size:-$(size_of_this_machine)}
+
 case $size in
     cpu)
-        counts=${counts:-1000 5000} pretraining=${pretraining:-1000} updates=${updates:-500}
+        counts=${pairs:-1000 5000} pretraining=${pretraining_updates:-1000} updates=${updates:-500}
         model=(--encoder-layers 2 --encoder-embed-dim 128 --encoder-ffn-embed-dim 256
             --encoder-attention-heads 4
             --decoder-layers 2 --decoder-ffn-embed-dim 256 --decoder-attention-heads 4)
@@ -58,7 +31,8 @@ case $size in
         tune=(--lr 1e-3 --max-tokens 2048 --dropout 0.1)
         ;;
     gpu)
-        counts=${counts:-1000 5000 29000} pretraining=${pretraining:-12000} updates=${updates:-2500}
+        counts=${pairs:-1000 5000 29000} pretraining=${pretraining_updates:-12000}
+        updates=${updates:-2500}
         model=(--encoder-layers 6 --encoder-embed-dim 256 --encoder-ffn-embed-dim 1024
             --encoder-attention-heads 4
             --decoder-layers 6 --decoder-ffn-embed-dim 1024 --decoder-attention-heads 4)
@@ -66,11 +40,9 @@ case $size in
         pretrain=(--lr 1e-3 --max-tokens 8192 --dropout 0.1 --bf16 --num-workers 8)
         tune=(--lr 7e-4 --max-tokens 4096 --dropout 0.3 --bf16)
         ;;
-    *) echo "run.sh: --size must be cpu or gpu, not $size" >&2; exit 2 ;;
 esac
 
 [ -e "$data/bin" ] || bash "$root/examples/multi30k/prepare.sh" "$data"
-out=$(realpath -m "$out")
 run=$out/$size-$system-seed$seed
 text=$run/text
 mkdir -p "$text"

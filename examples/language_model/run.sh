@@ -10,34 +10,12 @@
 # N files for training, and N / 10 for each other split.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(cd "$here/../.." && pwd)
 # shellcheck source=examples/functions.sh
-. "$root/examples/functions.sh"
-system=lightseq
-native=()
-size=
-updates=
-files=()
-seed=1
-out=$here/out
-
-while [ $# -gt 0 ]; do
-    case $1 in
-        --native) system=fairseq native=(--native); shift ;;
-        --size) size=${2:?--size needs cpu or gpu}; shift 2 ;;
-        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
-        --files) files=(--files "${2:?--files needs a number}"); shift 2 ;;
-        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
-        --out) out=${2:?--out needs a folder}; shift 2 ;;
-        *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
-    esac
-done
-require_numbers "--updates, --files and --seed" "${updates:-1}" "${files[1]:-1}" "$seed"
-keep_commit
-set_up_unless_there filelock matplotlib subword_nmt
-
+. "$(dirname "${BASH_SOURCE[0]}")/../functions.sh"
+read_flags "$@"
+set_up filelock matplotlib subword_nmt
 size=${size:-$(size_of_this_machine)}
+
 case $size in
     # Training is shorter than an epoch: no text is seen twice, so no dropout is needed.
     cpu)
@@ -54,10 +32,8 @@ case $size in
             --decoder-attention-heads 8 --dropout 0.1 --attention-dropout 0.1
             --max-tokens 16384 --lr 1e-3 --bf16)
         ;;
-    *) echo "run.sh: --size must be cpu or gpu, not $size" >&2; exit 2 ;;
 esac
 
-out=$(realpath -m "$out")
 run=$out/$size-$system
 text=$run/text
 bin=$run/bin
@@ -66,7 +42,7 @@ begin_again "$out" "${run##*/}"
 mkdir -p "$text"
 
 echo "== data: the standard library of $(python3 --version) (27 s on one core of an AMD EPYC)"
-(cd "$root" && python3 -m examples.library_text "$text" ${files[@]+"${files[@]}"})
+(cd "$root" && python3 -m examples.library_text "$text" ${files:+--files "$files"})
 TQDM_DISABLE=1 subword-nmt learn-bpe -s 2000 <"$text/train.txt" >"$text/codes"
 for split in train valid test; do
     subword-nmt apply-bpe -c "$text/codes" <"$text/$split.txt" >"$text/$split.bpe"

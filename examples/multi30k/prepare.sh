@@ -9,10 +9,8 @@
 # and scoring there need nothing else.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(cd "$here/../.." && pwd)
 # shellcheck source=examples/functions.sh
-. "$root/examples/functions.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/../functions.sh"
 raw=${MULTI30K:-$here/raw}
 merges=${MERGES:-8000}
 data=${1:-$here/data}
@@ -27,13 +25,7 @@ for split in train val test_2016_flickr; do
     done
 done
 
-for program in sacremoses subword-nmt lightseq-preprocess; do
-    command -v "$program" >/dev/null || {
-        echo "prepare.sh: $program is not on the PATH; activate the environment that has it" >&2
-        exit 2
-    }
-done
-
+set_up sacremoses subword_nmt
 echo "== data: tokens, subwords, data-bin (23 s on one core of an AMD EPYC)"
 text=$data/text
 begin_again "$data" text bin

@@ -12,33 +12,11 @@
 # ends after the loss curves; t2t_big is trained like this.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(cd "$here/../.." && pwd)
 # shellcheck source=examples/functions.sh
-. "$root/examples/functions.sh"
-system=lightseq
-native=()
-model=small
-seed=1
-updates=
-data=$here/data
-out=$here/out
-words=()
-
-while [ $# -gt 0 ]; do
-    case $1 in
-        --native) system=fairseq native=(--native); shift ;;
-        --model) model=${2:?--model needs small or t2t_big}; shift 2 ;;
-        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
-        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
-        --data) data=${2:?--data needs a folder}; shift 2 ;;
-        --out) out=${2:?--out needs a folder}; shift 2 ;;
-        --) words=("${@:2}"); break ;;
-        *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
-    esac
-done
-require_numbers "--seed and --updates" "$seed" "${updates:-1}"
-keep_commit
+. "$(dirname "${BASH_SOURCE[0]}")/../functions.sh"
+read_flags "$@"
+data=${data:-$here/data} model=${model:-small}
+set_up filelock matplotlib
 # every: updates between two validations; for the small model also between two checkpoints.
 case $model in
     small)
@@ -57,7 +35,6 @@ case $model in
         recipe=(--arch ls_transformer_wmt_en_de_big_t2t --lr 5e-4 --warmup-updates 1000
             --no-save --validate-interval-updates "$every")
         ;;
-    *) echo "run.sh: --model must be small or t2t_big, not $model" >&2; exit 2 ;;
 esac
 case $precision in
     fp32) precision_flag=() ;;
@@ -67,7 +44,6 @@ case $precision in
 esac
 
 [ -e "$data/bin" ] || bash "$here/prepare.sh" "$data"
-out=$(realpath -m "$out")
 run=$out/$model-$system-seed$seed-$precision
 checkpoints=$run/checkpoints
 mkdir -p "$run"

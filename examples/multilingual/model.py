@@ -1,12 +1,11 @@
 """Write a folder of Hugging Face `transformers` with an NLLB model of random weights, and captions
-in the words of its tokenizer.
+in files that are named as its languages.
 
     python -m examples.multilingual.model RAW FOLDER TEXT [--size cpu|gpu] [--seed N]
 
 RAW has the raw files of Multi30k, such as train.en.gz; languages whose files are missing are left
 out. FOLDER becomes the model: config.json, model.safetensors and a tokenizer that is learned from
-the captions. TEXT gets a file for each split and language, such as train.eng_Latn, and the raw test
-set, such as test.raw.eng_Latn.
+the captions. TEXT gets a file for each split and language, such as train.eng_Latn.
 """
 
 from __future__ import annotations
@@ -46,8 +45,11 @@ def read(raw: Path) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def learn(captions: Sequence[str], words: int, codes: Sequence[str], folder: Path) -> Any:
-    """Learn NLLB's tokenizer, BPE on words that begin with a block, and save it in ``folder``."""
+def learn(captions: Sequence[str], words: int, codes: Sequence[str], folder: Path) -> int:
+    """Learn NLLB's tokenizer, BPE on words that begin with a block, and save it in ``folder``.
+
+    Returns the number of its words.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import NllbTokenizer
 
@@ -60,7 +62,7 @@ def learn(captions: Sequence[str], words: int, codes: Sequence[str], folder: Pat
     merges: Any = [tuple(merge) for merge in model["merges"]]
     tokenizer = NllbTokenizer(vocab=model["vocab"], merges=merges, extra_special_tokens=[*codes])
     tokenizer.save_pretrained(folder)
-    return tokenizer
+    return len(tokenizer)
 
 
 def write_model(size: dict[str, int], words: int, folder: Path, seed: int) -> None:
@@ -98,16 +100,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.folder.mkdir(parents=True)
     args.text.mkdir(parents=True)
     training = [line for splits in captions.values() for line in splits["train"]]
-    tokenizer = learn(training, size["words"], list(captions), args.folder)
-    write_model(size, len(tokenizer), args.folder, args.seed)
+    words = learn(training, size["words"], list(captions), args.folder)
+    write_model(size, words, args.folder, args.seed)
     for code, splits in captions.items():
         for split, lines in splits.items():
-            tokens = [tokenizer.tokenize(line) for line in lines]
-            text = "".join(" ".join(words) + "\n" for words in tokens)
+            text = "".join(f"{line}\n" for line in lines)
             (args.text / f"{split}.{code}").write_text(text, encoding="utf-8")
-        text = "".join(f"{line}\n" for line in splits["test"])
-        (args.text / f"test.raw.{code}").write_text(text, encoding="utf-8")
-    print(f"{', '.join(captions)}: {len(tokenizer)} words")
+    print(f"{', '.join(captions)}: {words} words")
 
 
 if __name__ == "__main__":

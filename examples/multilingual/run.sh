@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Multi30k in all directions by one model: make a folder of Hugging Face with an NLLB model of random
-# weights and a tokenizer, import it, binarise the captions, train, translate and score each
+# weights and a tokenizer, import it, binarise the raw captions, train, translate and score each
 # direction, and export the model back to Hugging Face.
 #
 #   bash examples/multilingual/run.sh [--native] [--size cpu|gpu] [--updates N] [--seed N]
@@ -13,36 +13,13 @@
 # lightseq-train.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(cd "$here/../.." && pwd)
 # shellcheck source=examples/functions.sh
-. "$root/examples/functions.sh"
-system=lightseq
-native=()
-size=
-updates=
-seed=1
-raw=${MULTI30K:-$root/examples/multi30k/raw}
-out=$here/out
-words=()
-
-while [ $# -gt 0 ]; do
-    case $1 in
-        --native) system=fairseq native=(--native); shift ;;
-        --size) size=${2:?--size needs cpu or gpu}; shift 2 ;;
-        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
-        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
-        --raw) raw=${2:?--raw needs a folder}; shift 2 ;;
-        --out) out=${2:?--out needs a folder}; shift 2 ;;
-        --) words=("${@:2}"); break ;;
-        *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
-    esac
-done
-require_numbers "--seed and --updates" "$seed" "${updates:-1}"
-keep_commit
-set_up_unless_there filelock matplotlib tokenizers transformers
-
+. "$(dirname "${BASH_SOURCE[0]}")/../functions.sh"
+read_flags "$@"
+raw=$(realpath -m "${raw:-${MULTI30K:-$root/examples/multi30k/raw}}")
+set_up filelock matplotlib tokenizers transformers
 size=${size:-$(size_of_this_machine)}
+
 case $size in
     cpu)
         updates=${updates:-2000}
@@ -52,16 +29,13 @@ case $size in
         updates=${updates:-2000}
         recipe=(--lr 3e-4 --dropout 0.3 --attention-dropout 0.1 --max-tokens 8192 --bf16)
         ;;
-    *) echo "run.sh: --size must be cpu or gpu, not $size" >&2; exit 2 ;;
 esac
 
-raw=$(realpath -m "$raw")
-out=$(realpath -m "$out")
 run=$out/$size-$system-seed$seed
 begin_again "$out" "${run##*/}"
 mkdir -p "$run"
 
-echo "== data: a random model, its tokenizer, the captions in its words"
+echo "== data: a random model, its tokenizer, the captions in its words${data_took:+ ($data_took)}"
 (cd "$root" && python3 -m examples.multilingual.model "$raw" "$run/model" "$run/text" \
     --size "$size" --seed "$seed")
 lightseq-import "$run/model" "$run/imported"
@@ -72,19 +46,18 @@ for source in "${languages[@]}"; do
         if [ "$source" = "$target" ]; then continue; fi
         directions+=("$source-$target")
         if [[ $source > $target ]]; then continue; fi # both directions read the same files
-        lightseq-preprocess -s "$source" -t "$target" --destdir "$run/bin" \
-            --srcdict "$run/imported/dict.txt" --tgtdict "$run/imported/dict.txt" \
-            --trainpref "$run/text/train" --validpref "$run/text/valid" --testpref "$run/text/test"
+        lightseq-preprocess --hf-tokenizer "$run/imported" -s "$source" -t "$target" \
+            --trainpref "$run/text/train" --validpref "$run/text/valid" \
+            --testpref "$run/text/test" --destdir "$run/bin"
     done
 done
 pairs=$(IFS=,; echo "${directions[*]}")
 
 echo "== training: $size, $system, $updates updates, $pairs"
 every=$(((updates + 9) / 10)) # updates between two validations, each with a checkpoint
-task=(--task translation_multi_simple_epoch)
-lightseq-train "$run/bin" ${native[@]+"${native[@]}"} --arch ls_transformer "${task[@]}" \
+lightseq-train "$run/bin" ${native[@]+"${native[@]}"} --arch ls_transformer \
+    --finetune-from-model "$run/imported/model.pt" --task translation_multi_simple_epoch \
     --lang-pairs "$pairs" --lang-dict "$run/imported/languages.txt" \
-    --finetune-from-model "$run/imported/model.pt" \
     --encoder-langtok src --decoder-langtok \
     --sampling-method temperature --sampling-temperature 1.5 \
     --optimizer ls_adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0 \
@@ -101,11 +74,10 @@ lightseq-train "$run/bin" ${native[@]+"${native[@]}"} --arch ls_transformer "${t
 echo "== translation of test_2016_flickr, each direction"
 for direction in "${directions[@]}"; do
     target=${direction#*-}
-    lightseq-generate "$run/bin" ${native[@]+"${native[@]}"} "${task[@]}" \
-        -s "${direction%-*}" -t "$target" --path "$run/checkpoints/checkpoint_best.pt" \
-        --beam 4 --max-len-a 1.5 --max-len-b 10 --max-tokens 4096 --remove-bpe sentencepiece \
-        >"$run/$direction.log"
-    lightseq-score --sys "$run/$direction.log" --reference "$run/text/test.raw.$target" \
+    lightseq-generate "$run/bin" ${native[@]+"${native[@]}"} -s "${direction%-*}" -t "$target" \
+        --path "$run/checkpoints/checkpoint_best.pt" --beam 4 --max-len-a 1.5 --max-len-b 10 \
+        --max-tokens 4096 --output-text "$run/$direction.out" >"$run/$direction.log"
+    lightseq-score --sys "$run/$direction.out" --reference "$run/text/test.$target" \
         --json "$run/$direction.json" >/dev/null
     (cd "$root" && python3 -m examples.record "$run/checkpoints/checkpoint_last.pt" \
         "$run/$direction.json" --results "$out/bleu.json" \
@@ -113,8 +85,7 @@ for direction in "${directions[@]}"; do
 done
 
 echo "== export to Hugging Face: $run/exported"
-lightseq-export "$run/checkpoints/checkpoint_best.pt" --to huggingface \
-    --tokenizer "$run/model" --output "$run/exported"
+lightseq-export "$run/checkpoints/checkpoint_best.pt" --to huggingface --output "$run/exported"
 for direction in "${directions[@]}"; do
     echo "$system, $direction: BLEU $(sed -E 's/.*"bleu": ([0-9.]+).*/\1/' "$run/$direction.json")"
 done

@@ -6,30 +6,12 @@
 # --native trains and translates with fairseq's own model, optimizer and criterion instead.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(cd "$here/../.." && pwd)
 # shellcheck source=examples/functions.sh
-. "$root/examples/functions.sh"
-updates=500
-pairs=15000
-seed=1
-out=$here/out
-native=()
+. "$(dirname "${BASH_SOURCE[0]}")/../functions.sh"
+read_flags "$@"
+updates=${updates:-500} pairs=${pairs:-15000}
+set_up matplotlib num2words subword_nmt
 
-while [ $# -gt 0 ]; do
-    case $1 in
-        --native) native=(--native); shift ;;
-        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
-        --pairs) pairs=${2:?--pairs needs a number}; shift 2 ;;
-        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
-        --out) out=${2:?--out needs a folder}; shift 2 ;;
-        *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
-    esac
-done
-require_numbers "--updates, --pairs and --seed" "$updates" "$pairs" "$seed"
-set_up_unless_there matplotlib num2words subword_nmt
-
-out=$(realpath -m "$out")
 text=$out/text
 bin=$out/bin
 checkpoints=$out/checkpoints

@@ -12,38 +12,13 @@
 # wrote, or will write.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(cd "$here/../.." && pwd)
 # shellcheck source=examples/functions.sh
-. "$root/examples/functions.sh"
-system=lightseq
-native=()
-size=
-updates=
-files=
-seed=1
-pretraining=yes
-data=$root/examples/multi30k/data
-out=$here/out
-
-while [ $# -gt 0 ]; do
-    case $1 in
-        --native) system=fairseq native=(--native); shift ;;
-        --size) size=${2:?--size needs cpu or gpu}; shift 2 ;;
-        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
-        --files) files=${2:?--files needs a number}; shift 2 ;;
-        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
-        --without-pretraining) pretraining=; shift ;;
-        --data) data=${2:?--data needs a folder}; shift 2 ;;
-        --out) out=${2:?--out needs a folder}; shift 2 ;;
-        *) echo "run.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
-    esac
-done
-require_numbers "--updates, --files and --seed" "${updates:-1}" "${files:-1}" "$seed"
-keep_commit
-set_up_unless_there filelock matplotlib sacremoses subword_nmt
-
+. "$(dirname "${BASH_SOURCE[0]}")/../functions.sh"
+read_flags "$@"
+data=${data:-$root/examples/multi30k/data} without=${without_pretraining:-}
+set_up filelock matplotlib sacremoses subword_nmt
 size=${size:-$(size_of_this_machine)}
+
 case $size in
     # Training has few epochs, so it needs no dropout against overfitting.
     cpu)
@@ -64,14 +39,12 @@ case $size in
         pretrain=(--max-tokens 16384 --lr 1e-3 --bf16)
         finetune=(--max-tokens 8192 --batch-size 128 --lr 1e-4 --bf16)
         ;;
-    *) echo "run.sh: --size must be cpu or gpu, not $size" >&2; exit 2 ;;
 esac
 
 [ -e "$data/bin" ] || bash "$root/examples/multi30k/prepare.sh" "$data"
-out=$(realpath -m "$out")
 case="Multi30k pairs, $size"
 kind=$size
-if [ -z "$pretraining" ]; then case="$case, without pre-training" kind=$size-without; fi
+if [ -n "$without" ]; then case="$case, without pre-training" kind=$size-without; fi
 run=$out/$kind-$system-seed$seed
 text=$run/text
 begin_again "$out" "${run##*/}"
@@ -115,7 +88,7 @@ common=(--arch ls_roberta "${model[@]}" --optimizer ls_adam --adam-betas '(0.9, 
     --log-format json --log-interval $(((updates + 29) / 30)))
 
 tuned_from=()
-if [ -n "$pretraining" ]; then
+if [ -z "$without" ]; then
     echo "== pre-training: $size, $system, $updates updates (all stages: $run_took)"
     lightseq-train "$run/bin" ${native[@]+"${native[@]}"} --task masked_lm \
         "${common[@]}" "${pretrain[@]}" --criterion ls_masked_lm \
@@ -141,7 +114,7 @@ echo "== accuracy on the test pairs (all stages: $run_took)"
 lightseq-validate "$run/pairs" ${native[@]+"${native[@]}"} "${task[@]}" \
     --path "$run/tuned/checkpoint_best.pt" --valid-subset test --batch-size 64 \
     --log-format json 2>&1 | tee "$run/evaluate.log"
-scores='{"pretraining_updates": '$([ -n "$pretraining" ] && echo "$updates" || echo 0)
+scores='{"pretraining_updates": '$([ -z "$without" ] && echo "$updates" || echo 0)
 sed -nE "s/.*\"test_accuracy\": \"([0-9.]+)\".*/$scores, \"accuracy\": \\1}/p" "$run/evaluate.log" \
     >"$run/accuracy.json"
 

@@ -9,10 +9,8 @@
 # need nothing else.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-root=$(cd "$here/../.." && pwd)
 # shellcheck source=examples/functions.sh
-. "$root/examples/functions.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/../functions.sh"
 archives=
 data=
 merges=${MERGES:-32000}

@@ -2,36 +2,18 @@
 # WMT14 English-German: train one of the published recipes, on all GPUs of this machine.
 #
 #   bash examples/wmt14/train.sh [--native] [--recipe vaswani-big|t2t-big] [--seed N] [--updates N]
-#                                [--data DIR] [--out DIR] [-- FLAGS OF lightseq-train]
+#                                [--data DIR] [--out DIR] [-- WORD...]
 #
 # --native trains fairseq's own model, optimizer and criterion with the same flags. The environment
 # variable PRECISION is fp16 (default, as published), bf16 or fp32. An interrupted run resumes from
-# its last checkpoint; to train again from the start, delete its folder in the --out folder. Flags
-# after -- override the recipe's.
+# its last checkpoint; to train again from the start, delete its folder in the --out folder. WORDs
+# are flags of lightseq-train, which override the recipe's.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-system=lightseq
-native=()
-recipe=vaswani-big
-seed=1
-updates=
-data=$here/data
-out=$here/out
-precision=${PRECISION:-fp16}
-
-while [ $# -gt 0 ]; do
-    case $1 in
-        --native) system=fairseq native=(--native); shift ;;
-        --recipe) recipe=${2:?--recipe needs a name}; shift 2 ;;
-        --seed) seed=${2:?--seed needs a number}; shift 2 ;;
-        --updates) updates=${2:?--updates needs a number}; shift 2 ;;
-        --data) data=${2:?--data needs a folder}; shift 2 ;;
-        --out) out=${2:?--out needs a folder}; shift 2 ;;
-        --) shift; break ;;
-        *) echo "train.sh: unknown argument $1 (see the top of ${BASH_SOURCE[0]})" >&2; exit 2 ;;
-    esac
-done
+# shellcheck source=examples/functions.sh
+. "$(dirname "${BASH_SOURCE[0]}")/../functions.sh"
+read_flags "$@"
+data=${data:-$here/data} recipe=${recipe:-vaswani-big} precision=${PRECISION:-fp16}
 case $precision in
     fp32) precision_flag=() ;;
     fp16 | bf16) precision_flag=("--$precision") ;;
@@ -51,7 +33,6 @@ case $recipe in
         took="100000 updates: 5 hours"
         flags=(--arch ls_transformer_wmt_en_de_big_t2t --max-tokens 8192
             --lr 5e-4 --dropout 0.3 --weight-decay 0.0001) ;;
-    *) echo "train.sh: --recipe must be vaswani-big or t2t-big, not $recipe" >&2; exit 2 ;;
 esac
 if [ ! -e "$data/bin" ]; then
     echo "train.sh: $data/bin is missing; make it with bash $here/prepare.sh $data" >&2
@@ -76,7 +57,7 @@ if [ ! -e "$run/trained-$updates" ]; then
         --update-freq $(((batches + gpus - 1) / gpus)) --distributed-world-size "$gpus" \
         --max-update "$updates" --seed "$seed" ${precision_flag[@]+"${precision_flag[@]}"} \
         --save-dir "$run/checkpoints" --keep-last-epochs 10 \
-        --log-format json --log-interval 100 "$@" 2>&1 | tee -a "$run/train.log"
+        --log-format json --log-interval 100 ${words[@]+"${words[@]}"} 2>&1 | tee -a "$run/train.log"
     touch "$run/trained-$updates"
 fi
 printf '== next: bash %q %q\n' "$here/evaluate.sh" "$run"
