@@ -109,15 +109,16 @@ class Search:
     Args:
         loaded: the models.
         cfg: as in `load`; its sections generation, dataset and common_eval are read.
+        early_stopping: transformers' rule that ends a sentence; None: fairseq's.
 
     Raises:
         UserError: options that exclude each other.
     """
 
-    def __init__(self, loaded: Loaded, cfg: Any) -> None:
+    def __init__(self, loaded: Loaded, cfg: Any, early_stopping: bool | str | None = None) -> None:
         from fairseq import utils
 
-        from lightseq_fairseq.plugins.generator import LSSequenceGenerator
+        from lightseq_fairseq.plugins.generator import LSSequenceGenerator, only_beam_search
 
         options, batches = cfg.generation, cfg.dataset
         if options.sampling and options.nbest != options.beam:
@@ -125,7 +126,12 @@ class Search:
         self._loaded, self._nbest = loaded, options.nbest
         self._generator = loaded.task.build_generator(loaded.models, options)
         # Our search takes the source from the CPU, and its results are on the CPU.
-        self._moves = loaded.on_gpu and not isinstance(self._generator, LSSequenceGenerator)
+        is_ours = isinstance(self._generator, LSSequenceGenerator)
+        self._moves = loaded.on_gpu and not is_ours
+        if early_stopping is not None:
+            if not is_ours:
+                raise only_beam_search()
+            self._generator.stop_early(early_stopping)
         self._aligned = utils.load_align_dict(options.replace_unk)
         self._joiner = cfg.common_eval.post_process
         self._has_constraints = bool(options.constraints)

@@ -1,6 +1,6 @@
 // Beam search, second step: merges the candidates of a sentence's hypotheses, stores those that end
-// as results, and continues with the best others. ops/beam_advance.py explains the buffers; all
-// rules are fairseq's.
+// as results, and continues with the best others. ops/beam_advance.py explains the buffers and the
+// rules.
 //
 //   bytes moved   the candidates; the ancestry, 4 bytes per position and hypothesis, read and
 //                 rarely written; 16 bytes per position of each hypothesis that ends
@@ -35,6 +35,9 @@ constexpr int kThreads = 256;
 constexpr int kMaxBeam = 64;
 constexpr int kReports = 2;  // rows of `reports`; the host is at most one step late
 
+// When a sentence has ended (ops/beam_advance.py: Stopping).
+enum : int { kFirst = 0, kFull = 1, kCurrent = 2, kLongest = 3 };
+
 struct Advance {
   const float* candidate_scores;
   const int* candidate_tokens;
@@ -44,7 +47,7 @@ struct Advance {
   float *scores, *past_scores, *hypothesis_scores, *totals;
   uint64_t* reports;    // pinned host memory
   int64_t memory_rows;  // stride between positions: R of ops/beam_advance.py
-  int positions, slots, beam, width, groups, eos;
+  int positions, slots, beam, width, groups, eos, stopping;
   float diversity;
   double length_penalty;
 };
@@ -57,8 +60,17 @@ struct Slot {
   float score[2 * kMaxBeam];                      // scores
   int token[2 * kMaxBeam], parent[2 * kMaxBeam];  // tokens, and rows of their parents
   int parents[kMaxBeam];                          // parents of the hypotheses that continue
-  int ending[kMaxBeam];                           // merged candidates that become results
+  int ending[kMaxBeam], column[kMaxBeam];         // merged candidates that become results, where
+  // Only with transformers' rules:
+  float total[kMaxBeam];  // of the sentence's results; -inf: none
+  int kept;               // number of candidates that become results
+  bool finished;          // whether the sentence has ended
 };
+
+// A score is divided by it for the total of a hypothesis of that length.
+__device__ __forceinline__ float divisor(const Advance& p, int length) {
+  return static_cast<float>(pow(static_cast<double>(length), p.length_penalty));
+}
 
 // The number of candidates of a group that are better than candidate `mine` of row `row`. Ties: the
 // lowest row first, then the lowest token. `parts` adjacent threads, a power of two, split the
@@ -122,23 +134,45 @@ __device__ __forceinline__ void merge(const Advance& p, float* scores, int* toke
   }
 }
 
-// Stores `count` hypotheses that end at this step as results, in columns from first_column on.
+// transformers' rules, by one thread: of the results so far and the `count` candidates in
+// slot.ending, best first, the `beam` best are the results. running: the best score that continues.
+__device__ __forceinline__ void choose(const Advance& p, Slot& slot, int first_column, int count,
+                                       float running, int max_len) {
+  const auto worst_result = [&] {
+    int worst = 0;
+    for (int i = 1; i < p.beam; ++i) worst = slot.total[i] < slot.total[worst] ? i : worst;
+    return worst;
+  };
+  const int length = p.stopping == kLongest ? max_len + 1 : slot.step + 1;
+  const float now = divisor(p, slot.step + 1), best = running / divisor(p, length);
+  int worst = worst_result(), kept = 0;
+  for (; kept < count; ++kept) {  // a candidate replaces the worst result if it is better
+    const float total = slot.score[slot.ending[kept]] / now;
+    if (!(total > slot.total[worst])) break;
+    slot.total[worst] = total;
+    slot.column[kept] = first_column + worst;
+    worst = worst_result();
+  }
+  slot.kept = kept;
+  slot.finished =
+      slot.total[worst] > -INFINITY && (p.stopping == kFull || !(best > slot.total[worst]));
+}
+
+// Stores the first `count` candidates of slot.ending as results.
 // Position p of a result is the token of position p + 1 of the hypothesis.
-__device__ __forceinline__ void keep(const Advance& p, const Slot& slot, int first_column,
-                                     int count) {
+__device__ __forceinline__ void keep(const Advance& p, const Slot& slot, int count) {
   const int step = slot.step, length = step + 1;
   for (int i = threadIdx.x; i < count * length; i += kThreads) {
     const int number = i / length, position = i - number * length;
     const int ending = slot.ending[number], parent = slot.parent[ending];
-    const int column = first_column + number;
+    const int column = slot.column[number];
     const int64_t to = position * p.memory_rows + column;
     if (position == step) {
       const float score = slot.score[ending];
       p.hypothesis_tokens[to] = p.eos;
       p.hypothesis_scores[to] = score;
       p.lengths[column] = length;
-      p.totals[column] =
-          score / static_cast<float>(pow(static_cast<double>(length), p.length_penalty));
+      p.totals[column] = score / divisor(p, length);
       continue;
     }
     const int64_t next = (position + 1) * p.memory_rows;
@@ -226,6 +260,11 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
   for (int i = thread; exists && i < p.beam * p.width; i += kThreads) {
     scores[i] = p.candidate_scores[offset + i];
     tokens[i] = p.candidate_tokens[offset + i];
+    // With transformers' rules the last eos is forced, and adds nothing to a score.
+    if (p.stopping != kFirst && tokens[i] == p.eos && scores[i] > -INFINITY &&
+        p.progress[kStep] >= max_len) {
+      scores[i] = p.scores[first_row + i / p.width];
+    }
   }
   griddepcontrol_launch_dependents();
   __syncthreads();
@@ -237,25 +276,41 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
   if (hypothesis) {
     p.past_tokens[now + first_row + thread] = token;
     p.past_scores[now + first_row + thread] = score;
+    if (p.stopping != kFirst) {
+      slot.total[thread] = length > 0 ? p.totals[first_column + thread] : -INFINITY;
+    }
   }
   merge(p, scores, tokens, slot);
   const int columns = __syncthreads_count(length > 0);  // number of results of earlier steps
 
   // A candidate with eos becomes a result if it is among the first `beam` and the sentence has
-  // fewer than `beam` results. The best candidates without eos continue. With sampling, those with
-  // eos follow them and continue as dead rows, with score -inf.
+  // fewer than `beam` results; or by transformers' rules. The best candidates without eos continue.
+  // With sampling, those with eos follow them and continue as dead rows, with score -inf.
   const auto ends = [&](int i) { return slot.token[i] == p.eos && slot.score[i] > -INFINITY; };
-  int ended_before = 0, ended = 0, results = columns;
+  const int room = p.stopping == kFirst ? p.beam - columns : p.beam;
+  int ended_before = 0, ended = 0, results = 0;
+  float running = -INFINITY;  // the best score that continues
   for (int i = 0; i < slot.count; ++i) {
     const bool end = ends(i);
-    if (end && i < p.beam && results < p.beam) {
-      if (thread == 0) slot.ending[results - columns] = i;
+    if (end && i < p.beam && results < room) {
+      if (thread == 0) {
+        slot.ending[results] = i;
+        slot.column[results] = first_column + columns + results;
+      }
       ++results;
     }
+    if (!end && ended == i) running = slot.score[i];
     ended += end;
     ended_before += end && i < thread;
   }
-  const bool finished = results == p.beam || step >= max_len;
+  bool finished = results == room;
+  if (p.stopping != kFirst) {
+    if (thread == 0) choose(p, slot, first_column, results, running, max_len);
+    __syncthreads();
+    results = slot.kept;
+    finished = slot.finished;
+  }
+  finished |= step >= max_len;
   if (thread < slot.count) {
     const bool end = ends(thread);
     const int child = end ? slot.count - ended + ended_before : thread - ended_before;
@@ -268,7 +323,7 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
     }
   }
   __syncthreads();
-  keep(p, slot, first_column + columns, results - columns);
+  keep(p, slot, results);
   __syncthreads();  // ancestors have been read
   inherit(p, slot);
   if (thread == 0 && finished) {
@@ -295,7 +350,7 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                   Tensor past_tokens, Tensor past_scores, Tensor hypothesis_tokens,
                   Tensor hypothesis_scores, Tensor lengths, Tensor totals, Tensor reports,
                   int64_t beam, int64_t groups, double diversity, int64_t eos,
-                  double length_penalty) {
+                  double length_penalty, int64_t stopping) {
   constexpr const char* kOp = "beam_advance";
   require(beam <= kMaxBeam, kOp, ": beam must be at most ", kMaxBeam, " on a GPU, got ", beam);
   const auto contiguous = [&](const char* name, const Tensor& x) -> const Tensor& {
@@ -330,6 +385,7 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                        .width = static_cast<int>(width),
                        .groups = static_cast<int>(groups),
                        .eos = static_cast<int>(eos),
+                       .stopping = static_cast<int>(stopping),
                        .diversity = static_cast<float>(diversity),
                        .length_penalty = length_penalty};
   const DeviceGuard guard(progress.get_device());

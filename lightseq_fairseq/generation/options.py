@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lightseq_fairseq.ops.beam_advance import Stopping
+
+# transformers' values of early_stopping.
+STOPPING = {True: Stopping.FULL, False: Stopping.CURRENT, "never": Stopping.LONGEST}
+
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -16,6 +21,8 @@ class SearchOptions:
         length_penalty, groups, diversity: see ``ops.beam_advance``.
         sampled, topk, topp: sample the tokens, see ``ops.beam_sample``.
         no_repeat_ngram: see ``repeats.block``; 0 blocks nothing.
+        early_stopping: one of `STOPPING`, for the rules of transformers: see ``Stopping``. Then a
+            forced token adds nothing to a score. None: fairseq's rules.
     """
 
     beam: int
@@ -32,6 +39,17 @@ class SearchOptions:
     topk: int = 0
     topp: float = 0.0
     no_repeat_ngram: int = 0
+    early_stopping: bool | str | None = None
+
+    @property
+    def stopping(self) -> Stopping:
+        """When a sentence ends. As in transformers, one hypothesis ends by its first eos."""
+        if self.early_stopping is None or self.beam == 1:
+            return Stopping.FIRST
+        found = STOPPING[self.early_stopping]
+        # Without a reward for length, no total of a result exceeds that of the current length.
+        shrinks = found == Stopping.LONGEST and self.length_penalty <= 0
+        return Stopping.CURRENT if shrinks else found
 
     def of_tokens(self) -> dict[str, Any]:
         """The arguments that ``ops.beam_candidates`` and ``ops.beam_sample`` have in common."""

@@ -202,7 +202,9 @@ def force(
     is_forced = (token != options.pad) & (memory.step < memory.progress[Progress.MAX_LEN])
     # Of a slot without a sentence, and after the last forced token, any number may be there.
     token = token.where(is_forced, options.pad).repeat_interleave(options.beam)[:, None]
-    total = scores + _log_probability(logits, token[:, 0], options)
+    total = scores
+    if options.early_stopping is None:
+        total = scores + _log_probability(logits, token[:, 0], options)
     place = torch.arange(past.shape[1], dtype=torch.int32, device=past.device)
     alone = total[:, None].expand_as(past).masked_fill(place > 0, -torch.inf)
     goes_on = token != options.pad

@@ -176,6 +176,7 @@ def _advance(
         diversity=options.diversity,
         eos=options.eos,
         length_penalty=options.length_penalty,
+        stopping=int(options.stopping),
     )
 
 

@@ -1,6 +1,7 @@
 """Advance beam search by one step: merge candidates, store finished hypotheses, keep the best.
 
-Finished hypotheses become the sentence's results (fairseq: SequenceGenerator._generate).
+Finished hypotheses become the sentence's results (fairseq: SequenceGenerator._generate;
+transformers: GenerationMixin._beam_search).
 Reordering hypotheses copies no cache, tokens or scores: position p of hypothesis n is stored in row
 ancestry[p, n], as in `decode_attention`, and only ancestry is reordered.
 
@@ -10,6 +11,7 @@ W = candidates per row; P = positions and R >= N rows of the buffers that all st
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,19 @@ from .checks import check_tensor
 from .registry import Written, define
 
 
+class Stopping(IntEnum):
+    """When a sentence has ended, besides at MAX_LEN, and which hypotheses are its results.
+
+    FIRST is fairseq's rule. The others are those of transformers: a sentence's results are the
+    `beam` best of all that finished, and at MAX_LEN eos counts as 0 in a score.
+    """
+
+    FIRST = 0  # `beam` hypotheses have finished; the first ones are the results
+    FULL = 1  # `beam` hypotheses have finished
+    CURRENT = 2  # and the best running score, as the total of a result of this length, is no better
+    LONGEST = 3  # the same, as the total of a result of the greatest length
+
+
 class BeamAdvance(NamedTuple):
     """Choose each sentence's next hypotheses, store finished ones, count the step and report it.
 
@@ -27,8 +42,8 @@ class BeamAdvance(NamedTuple):
     or from `beam_sample` (W = 1: each row continues with its own token).
     groups: must divide beam; above 1, diverse beam search (Vijayakumar et al. 2018), see `_merge`.
     The op writes progress (see `Progress`) and the following tensors.
-    sentences int32 [S]: sentence of each slot. Set to -1 when the sentence has `beam` results or
-    the step is MAX_LEN. Slots with a negative number are skipped.
+    sentences int32 [S]: sentence of each slot. Set to -1 when the sentence has ended (`stopping`, a
+    `Stopping`). Slots with a negative number are skipped.
     tokens int32, scores float32 [N]: newest token and score of each row; the score is -inf in rows
     that decode nothing.
     ancestry, past_tokens int32, past_scores float32 [P, R]: ancestry as above; tokens and scores
@@ -39,7 +54,7 @@ class BeamAdvance(NamedTuple):
     reports int32 [2, 2], contiguous, on the CPU, in pinned memory if the rest is on a GPU: after n
     steps, row n % 2 is set to (n, UNFINISHED) by one store. When the host sees this report, the
     results of these steps are complete: another stream may read them at once.
-    An eos counts only among the first `beam` candidates, and only until there are `beam` results.
+    An eos counts only among the first `beam` candidates.
     """
 
     candidate_scores: Tensor
@@ -61,6 +76,7 @@ class BeamAdvance(NamedTuple):
     diversity: float
     eos: int
     length_penalty: float
+    stopping: int
 
     def check(self, op: str) -> None:
         like, integer, real = self.candidate_scores, (torch.int32,), (torch.float32,)
@@ -76,6 +92,10 @@ class BeamAdvance(NamedTuple):
             raise ValueError(f"{op}: W must be 1 or twice the beam, {2 * beam}, got {width}")
         if groups < 1 or beam % groups:
             raise ValueError(f"{op}: {groups} groups do not divide a beam of {beam}")
+        if self.stopping not in [*Stopping]:
+            raise ValueError(f"{op}: stopping must be in 0 ... 3, got {self.stopping}")
+        if self.stopping and (groups > 1 or width == 1):
+            raise ValueError(f"{op}: groups and sampling need stopping = 0, got {self.stopping}")
         check_tensor(op, "ancestry", ancestry, ("P", "R"), integer, like)
         for name, x, dtypes in (
             ("past_tokens", self.past_tokens, integer),
@@ -100,15 +120,15 @@ class BeamAdvance(NamedTuple):
         rows = slots[:, None] * beam + places
         self.past_tokens[step, rows] = self.tokens[rows]
         self.past_scores[step, rows] = self.scores[rows]
-        best, words, parents = (x[slots] for x in _merge(self))
+        merged = _merge(_with_free_ends(self) if self.stopping and step >= max_len else self)
+        best, words, parents = (x[slots] for x in merged)
         parents = slots[:, None] * beam + parents
 
         # Store finished hypotheses as columns of the results.
         first = self.sentences[slots].long()[:, None] * beam
         ends = (words == self.eos) & (best > -torch.inf)
         counting = ends & (torch.arange(best.shape[1], device=best.device) < beam)
-        result = counting.cumsum(1) - 1 + (lengths[first + places] > 0).sum(1, keepdim=True)
-        kept = counting & (result < beam)
+        kept, result = _placed(self, counting, best, first + places)
         columns, ending = (first + result)[kept], parents[kept]
         lineage = torch.cat((ancestry[1:step, ending], ending[None].int())).long()
         if step:
@@ -129,7 +149,13 @@ class BeamAdvance(NamedTuple):
         ancestry[:step, rows] = ancestry[:step, parents]
         ancestry[step, rows] = parents.int()
 
-        finished = (lengths[first + places] > 0).all(1) | (step >= max_len)
+        finished = (lengths[first + places] > 0).all(1)
+        if self.stopping > Stopping.FULL:
+            longest = self.stopping == Stopping.LONGEST
+            length = best.new_tensor(max_len + 1 if longest else step + 1)
+            running = normalised(self.scores[rows[:, 0]], length, self.length_penalty)
+            finished &= ~(running > self.totals[first + places].amin(1))
+        finished |= step >= max_len
         self.sentences[slots[finished]] = -1
         self.scores[rows[finished]] = -torch.inf
         progress[Progress.UNFINISHED] -= finished.sum()
@@ -144,6 +170,35 @@ beam_advance = define("beam_advance", BeamAdvance)
 def normalised(scores: Tensor, lengths: Tensor, length_penalty: float) -> Tensor:
     """The totals by which results of these lengths are compared, float32."""
     return scores / lengths.double().pow(length_penalty).float()
+
+
+def _with_free_ends(a: BeamAdvance) -> BeamAdvance:
+    """The candidates where an eos adds nothing to the score of its hypothesis."""
+    ends = (a.candidate_tokens == a.eos) & (a.candidate_scores > -torch.inf)
+    return a._replace(candidate_scores=torch.where(ends, a.scores[:, None], a.candidate_scores))
+
+
+def _placed(
+    a: BeamAdvance, counting: Tensor, best: Tensor, columns: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which candidates become results, bool, and as which of their sentence, both like `best`.
+
+    counting: which may. best: scores [S, 2 * beam]. columns: of the sentences' results [S, beam].
+    """
+    is_result = a.lengths[columns] > 0
+    if a.stopping == Stopping.FIRST:
+        result = counting.cumsum(1) - 1 + is_result.sum(1, keepdim=True)
+        return counting & (result < a.beam), result
+    kept, result = counting.clone(), torch.zeros_like(counting, dtype=torch.int64)
+    totals = a.totals[columns].masked_fill(~is_result, -torch.inf)
+    new = normalised(best, a.progress[Progress.STEP] + 1, a.length_penalty)
+    for i in range(a.beam):  # the best first; each replaces the worst result if it is better
+        worst = totals.amin(1)
+        place = (totals == worst[:, None]).int().argmax(1, keepdim=True)
+        kept[:, i] &= new[:, i] > worst
+        result[:, i] = place[:, 0]
+        totals.scatter_(1, place, torch.where(kept[:, i], new[:, i], worst)[:, None])
+    return kept, result
 
 
 def _merge(a: BeamAdvance) -> tuple[Tensor, Tensor, Tensor]:

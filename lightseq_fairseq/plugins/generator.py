@@ -24,7 +24,7 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import named
 from lightseq_fairseq.generation.incremental import expected_length
-from lightseq_fairseq.generation.options import SearchOptions
+from lightseq_fairseq.generation.options import STOPPING, SearchOptions
 from lightseq_fairseq.generation.search import MOST_BEAM, search
 
 _REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 200 bytes each
@@ -36,7 +36,29 @@ class LSSequenceGenerator(SequenceGenerator):
     The results are the same, with three exceptions: ``attention`` of a hypothesis is empty, the
     tensors of a hypothesis are on the CPU, and sampling draws other random numbers. Input batches
     may be on any device; batches on the CPU save a host sync.
+
+    Attributes:
+        early_stopping: as in ``SearchOptions``; set by `stop_early`.
     """
+
+    early_stopping: bool | str | None = None
+
+    def stop_early(self, early_stopping: bool | str) -> None:
+        """Use transformers' rules of beam search, see ``SearchOptions.early_stopping``.
+
+        Raises:
+            UserError: the value is none of transformers', or other options exclude these rules.
+        """
+        if early_stopping not in [*STOPPING]:
+            raise UserError(
+                f'early_stopping is {early_stopping}: use True, False or "never", as in '
+                "transformers; without it, fairseq's rule holds."
+            )
+        self.early_stopping = early_stopping
+        options = self._options()
+        is_language_model = not hasattr(self.model.single_model, "encoder")
+        if options is None or options.sampled or options.groups > 1 or is_language_model:
+            raise only_beam_search()
 
     def _generate(
         self, sample: dict[str, Any], prefix_tokens: Tensor | None = None,
@@ -52,6 +74,8 @@ class LSSequenceGenerator(SequenceGenerator):
         in_groups = prefix_tokens is not None and options is not None and options.groups > 1
         if in_groups or (forced is not None and bool((forced == self.eos).any())):
             options = None
+        if options is None and self.early_stopping is not None:
+            raise only_beam_search()
         if options is None:
             # fairseq's search needs all tensors on the model's device.
             sample, prefix_tokens, constraints = utils.apply_to_sample(
@@ -122,8 +146,17 @@ class LSSequenceGenerator(SequenceGenerator):
             beam=self.beam_size, pad=self.pad, eos=self.eos, unk=self.unk, min_len=self.min_len,
             unk_penalty=self.unk_penalty, temperature=self.temperature,
             length_penalty=self.len_penalty if self.normalize_scores else 0.0,
-            no_repeat_ngram=no_repeat_ngram, **special,
+            no_repeat_ngram=no_repeat_ngram, early_stopping=self.early_stopping, **special,
         )  # fmt: skip
+
+
+def only_beam_search() -> UserError:
+    """The error of a search for which ``early_stopping`` is not defined."""
+    return UserError(
+        "early_stopping needs the fast beam search of one translation model: remove it, or the "
+        "other options of the search (sampling, diverse beams, constraints, an ensemble and those "
+        "that docs/flags.md lists as fairseq's)."
+    )
 
 
 def is_searched(model: Any) -> bool:

@@ -28,6 +28,7 @@ Self = TypeVar("Self", bound="Pretrained")
 
 _COMMAND = "interactive"
 _BATCH = ("max_tokens", "batch_size", "max_sentences")
+_IN_PYTHON = "early_stopping"  # an option that no command has
 # Options of one call, besides those of fairseq's search.
 _OF_A_CALL = {*_BATCH, "seed", "remove_bpe", "post_process", "skip_invalid_size_inputs_valid_test"}
 _OF_THE_MODEL = {"retain_dropout", "retain_dropout_modules"}  # fairseq lists them with the search
@@ -82,12 +83,13 @@ class Pretrained:
 
         self._words, self._options, self._native = list(words), options, native
         self._request = Request(self._words)
-        self.configuration = self._parsed(_words(options))
+        words, early_stopping = _words(options), options.get(_IN_PYTHON)
+        self.configuration = self._parsed(words)
         with self._explained(), models.building(native):
             seed(self.configuration)
             self._loaded = load(self.configuration)
-            search = Search(self._loaded, self.configuration)
-        self._searches = {_words(options): (self.configuration, search)}
+            search = Search(self._loaded, self.configuration, early_stopping)
+        self._searches = {(words, repr(early_stopping)): (self.configuration, search)}
 
     def __repr__(self) -> str:
         parts = [repr(self.configuration.common_eval.path)]
@@ -167,13 +169,15 @@ class Pretrained:
     def _search(self, options: dict[str, Any]) -> tuple[Any, Search]:
         """(configuration, search) for the options of a call; made once, then cached."""
         self._check_names(options)
-        words = _words(self._options | options)
-        if words not in self._searches:
+        merged = self._options | options
+        words, early_stopping = _words(merged), merged.get(_IN_PYTHON)
+        if (key := (words, repr(early_stopping))) not in self._searches:
             configuration = self._parsed(words)
             self._check_call(options)
             with self._explained():
-                self._searches[words] = configuration, Search(self._loaded, configuration)
-        return self._searches[words]
+                search = Search(self._loaded, configuration, early_stopping)
+            self._searches[key] = configuration, search
+        return self._searches[key]
 
     def _parsed(self, words: Sequence[str]) -> Any:
         """fairseq's configuration for options, by the command's parser and checks."""
@@ -220,7 +224,11 @@ class Pretrained:
         """Raises UserError for an option that concerns the loaded model."""
         from fairseq.dataclass.configs import GenerationConfig
 
-        of_a_call = {*GenerationConfig.__dataclass_fields__, *_OF_A_CALL} - _OF_THE_MODEL
+        of_a_call = {
+            *GenerationConfig.__dataclass_fields__,
+            *_OF_A_CALL,
+            _IN_PYTHON,
+        } - _OF_THE_MODEL
         for name in options:
             if name not in of_a_call:
                 raise UserError(
@@ -265,9 +273,11 @@ def device_of(device: Device) -> str | None:
 
 
 def _words(options: dict[str, Any]) -> tuple[str, ...]:
-    """Options as words of a command line."""
+    """Options as words of a command line, without the one that commands do not have."""
     words: list[str] = []
     for name, value in options.items():
+        if name == _IN_PYTHON:
+            continue
         flag = flag_of(name)
         if value is True:
             words.append(flag)

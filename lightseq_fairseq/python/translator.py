@@ -54,6 +54,8 @@ class Translator(Pretrained):
                 ``max_len_a``, ``max_len_b``, ``no_repeat_ngram_size``, ``sampling`` and others (see
                 docs/flags.md). So are ``remove_bpe``, the limits of a batch, ``max_tokens`` (12000)
                 and ``batch_size``, and ``seed``: calls with the same seed draw the same samples.
+                ``early_stopping`` is True, False or "never" for the beam search of transformers
+                with this value, see docs/translate-and-evaluate.md.
 
         Returns:
             A `Translation` for one text; for several, a list of them in the same order.

@@ -1,5 +1,5 @@
-"""The merge of beam search compared with fairseq's rules, one hypothesis at a time in plain
-Python."""
+"""The merge of beam search compared with the rules of fairseq and of transformers, one hypothesis
+at a time in plain Python."""
 
 from __future__ import annotations
 
@@ -78,6 +78,37 @@ class Sentence:
         self.alive = [self.alive[p].then(t, s) for s, t, p in going[: self.beam]]
 
 
+@dataclass
+class OfTransformers(Sentence):
+    """GenerationMixin._beam_search for one sentence; ``early_stopping`` is its argument."""
+
+    penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    def total(self, score: float, length: int) -> float:
+        return score / length**self.penalty
+
+    def totals(self) -> list[float]:
+        return [self.total(h.scores[-1], len(h.tokens)) for h in self.results]
+
+    def advance(self, candidates: list[tuple[float, int, int]], step: int) -> None:
+        if step == MAX_LEN:  # as with forced_eos_token_id
+            free = [(self.alive[p].scores[-1], t, p) for s, t, p in candidates if s > -math.inf]
+            candidates = sorted(free, key=lambda c: (-c[0], c[2]))
+        best = candidates[: self.beam]
+        self.results += [self.alive[p].then(t, s) for s, t, p in best if t == EOS and s > -math.inf]
+        order = sorted(range(len(self.results)), key=lambda i: -self.totals()[i])
+        self.results = [self.results[i] for i in order[: self.beam]]
+        going = [(s, t, p) for s, t, p in candidates if t != EOS or s == -math.inf]
+        self.alive = [self.alive[p].then(t, s) for s, t, p in going[: self.beam]]
+        self.is_finished = step == MAX_LEN
+        if len(self.results) == self.beam and not self.is_finished:
+            longest = self.early_stopping == "never" and self.penalty > 0
+            length = MAX_LEN + 1 if longest else step + 1
+            hope = self.total(self.alive[0].scores[-1], length) > self.totals()[-1]
+            self.is_finished = self.early_stopping is True or not hope
+
+
 def random_candidates(scores: Tensor, width: int, step: int) -> tuple[Tensor, Tensor]:
     """Lists as from ops.beam_candidates, or from beam_sample (width 1), with many ends."""
     lprobs = torch.log_softmax(torch.randn(len(scores), V) * 2, dim=1)
@@ -116,7 +147,7 @@ def test_a_whole_search(beam: int, is_sampled: bool, penalty: float) -> None:
     for step in range(MAX_LEN + 1):
         found = random_candidates(tensors["scores"], 1 if is_sampled else 2 * beam, step)
         slots = tensors["sentences"].tolist()
-        advance(found, tensors, beam, 1, 0.0, EOS, penalty)
+        advance(found, tensors, beam, 1, 0.0, EOS, penalty, 0)
         for place, number in enumerate(slots):
             if number >= 0:
                 rows = slice(place * beam, (place + 1) * beam)
@@ -151,6 +182,43 @@ def test_a_whole_search(beam: int, is_sampled: bool, penalty: float) -> None:
     assert any(len(s.results) == beam for s in sentences.values())
 
 
+@pytest.mark.parametrize("penalty", [-0.5, 0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("beam", [1, 2, 5])
+def test_rules_of_transformers(beam: int, early_stopping: bool | str, penalty: float) -> None:
+    torch.manual_seed(beam)
+    numbers = list(range(20))
+    tensors = state(numbers, beam, 20 * beam)
+    rules = {True: 1, False: 2, "never": 3 if penalty > 0 else 2}
+    sentences = [
+        OfTransformers(beam, [Hypothesis()] * beam, [], False, penalty, early_stopping)
+        for _ in numbers
+    ]
+    ends = []  # of sentences, before the last step
+    for step in range(MAX_LEN + 1):
+        found = random_candidates(tensors["scores"], 2 * beam, step)
+        for number in tensors["sentences"].clone()[tensors["sentences"] >= 0].tolist():
+            rows = slice(number * beam, (number + 1) * beam)
+            sentences[number].advance(merged(found[0][rows], found[1][rows], beam), step)
+        advance(found, tensors, beam, 1, 0.0, EOS, penalty, rules[early_stopping])
+        finished = [sentence.is_finished for sentence in sentences]
+        assert tensors["sentences"].lt(0).tolist() == finished
+        if step == MAX_LEN - 1:
+            ends = finished
+    assert any(ends) or (early_stopping is not True and penalty >= 1)
+    for number, sentence in enumerate(sentences):
+        columns = slice(number * beam, (number + 1) * beam)
+        lengths, totals = tensors["lengths"][columns], tensors["totals"][columns]
+        assert lengths.gt(0).sum() == len(sentence.results) > 0
+        order = totals.masked_fill(lengths == 0, -torch.inf).argsort(descending=True)
+        for place, hypothesis, total in zip(order, sentence.results, sentence.totals()):
+            column, length = number * beam + int(place), len(hypothesis.tokens)
+            assert tensors["hypothesis_tokens"][:length, column].tolist() == hypothesis.tokens
+            assert tensors["hypothesis_scores"][:length, column].tolist() == hypothesis.scores
+            assert lengths[place] == length
+            torch.testing.assert_close(totals[place], torch.tensor(total))
+
+
 @pytest.mark.parametrize("groups, strength", [(2, 0.5), (3, 2.0), (6, 0.0)])
 @pytest.mark.parametrize("step", [0, 3])
 def test_groups_are_fairseqs(groups: int, strength: float, step: int) -> None:
@@ -177,7 +245,7 @@ def test_groups_are_fairseqs(groups: int, strength: float, step: int) -> None:
     totals = lprobs.flatten(0, 1) + tensors["scores"][:, None]
     best, tokens = totals.sort(dim=1, descending=True, stable=True)
     found = best[:, : 2 * beam].contiguous(), tokens[:, : 2 * beam].int().contiguous()
-    advance(found, tensors, beam, groups, strength, V * 3, 1.0)  # no token is an end
+    advance(found, tensors, beam, groups, strength, V * 3, 1.0, 0)  # no token is an end
     scores, words, parents = (x[:, :beam].flatten() for x in expected)
     torch.testing.assert_close(tensors["scores"], scores)
     assert torch.equal(tensors["tokens"].long(), words)
@@ -190,7 +258,7 @@ def test_ties_go_to_the_lowest_row_then_token() -> None:
     tensors["scores"].zero_()
     scores = torch.tensor([[-1.0, -1.0, -2.0, -2.0], [-1.0, -2.0, -2.0, -3.0]])
     tokens = torch.tensor([[5, 6, 3, 4], [7, 0, 1, 8]], dtype=torch.int32)
-    advance((scores, tokens), tensors, 2, 1, 0.0, EOS, 1.0)
+    advance((scores, tokens), tensors, 2, 1, 0.0, EOS, 1.0, 0)
     assert tensors["tokens"].tolist() == [5, 6]
     assert tensors["ancestry"][0].tolist() == [0, 0]
 
@@ -199,7 +267,7 @@ def test_slots_of_no_sentence_are_left_alone() -> None:
     tensors = state([-1, 1], 2, 6)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     found = random_candidates(tensors["scores"], 4, 0)
-    advance(found, tensors, 2, 1, 0.0, EOS, 1.0)
+    advance(found, tensors, 2, 1, 0.0, EOS, 1.0, 0)
     for name in ("tokens", "scores"):
         assert torch.equal(tensors[name][:2], before[name][:2])
     for name in ("ancestry", "past_tokens", "past_scores", "hypothesis_tokens"):
@@ -212,9 +280,14 @@ def test_wrong_arguments_are_refused() -> None:
     tensors = state([0, 1], 2, 4)
     found = random_candidates(tensors["scores"], 4, 0)
 
-    def refused(match: str, beam: int = 2, **others: Tensor) -> None:
+    def refused(
+        match: str, beam: int = 2, groups: int = 1, stopping: int = 0, **others: Tensor
+    ) -> None:
         with pytest.raises(ValueError, match=match):
-            advance(found, {**tensors, **others}, beam, 1, 0.0, EOS, 1.0)
+            advance(found, {**tensors, **others}, beam, groups, 0.0, EOS, 1.0, stopping)
+
+    refused("stopping must be in 0 ... 3, got 4", stopping=4)
+    refused("groups and sampling need stopping = 0, got 2", groups=2, stopping=2)
 
     refused("W must be 1 or twice the beam, 8, got 4", beam=4, sentences=tensors["sentences"][:1])
     refused("reports must be on the CPU, is on meta", reports=tensors["reports"].to("meta"))

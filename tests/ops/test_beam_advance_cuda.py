@@ -12,8 +12,11 @@ EOS, V, MAX_LEN = 2, 40, 68
 INF = torch.inf
 
 
-def state(sentences: list[int], beam: int, positions: int, step: int, max_len: int = MAX_LEN):
-    """The state in the middle of a search, by name, with results of earlier steps."""
+def state(
+    sentences: list[int], beam: int, positions: int, step: int, max_len: int = MAX_LEN,
+    most: int | None = None,
+):  # fmt: skip
+    """The state amid a search, by name, with up to ``most`` results of earlier steps."""
     count, rows = len(sentences) * beam, (max([*sentences, len(sentences)]) + 1) * beam + 3
     tensors = {
         "progress": torch.tensor([step, max_len, len(sentences), 0]),
@@ -33,8 +36,9 @@ def state(sentences: list[int], beam: int, positions: int, step: int, max_len: i
         mine = slice(slot * beam, (slot + 1) * beam)
         tensors["ancestry"][:step, mine] = mine.start + torch.randint(0, beam, (step, beam))
     for sentence in filter(lambda number: number >= 0, sentences):
-        found = int(torch.randint(0, beam, ()))
+        found = int(torch.randint(0, beam if most is None else most + 1, ()))
         tensors["lengths"][sentence * beam :][:found] = 4
+        tensors["totals"][sentence * beam :][:found] = torch.randn(found)
     real = ("scores", "past_scores", "hypothesis_scores", "totals")
     return {name: x if name in real else x.int() for name, x in tensors.items()}
 
@@ -80,7 +84,21 @@ def test_beam_search(step, beam):
         sentences = [2, -1, 0, 5, 1]
         tensors = state(sentences, beam, MAX_LEN + 2, step)
         found = candidates(len(sentences) * beam, beam, False)
-        same_as_reference(found, tensors, beam, 1, 0.0, EOS, 0.6)
+        same_as_reference(found, tensors, beam, 1, 0.0, EOS, 0.6, 0)
+
+
+@pytest.mark.parametrize("beam", [1, 2, 5, 8, 32, 55, 64])
+@pytest.mark.parametrize("stopping", [1, 2, 3])
+def test_rules_of_transformers(stopping, beam):
+    """The results that are there may be all, may be replaced, and may end a sentence."""
+    torch.manual_seed(beam)
+    ended = 0
+    for step, penalty in [(step, x) for step in (0, 7, 67, MAX_LEN) for x in (0.0, 0.6, 2.0, -1.0)]:
+        tensors = state([2, -1, 0, 5, 1], beam, MAX_LEN + 2, step, most=beam)
+        found = candidates(5 * beam, beam, False)
+        same_as_reference(found, tensors, beam, 1, 0.0, EOS, penalty, stopping)
+        ended += int(tensors["progress"][2] < 5) if step < MAX_LEN else 0
+    assert ended or beam > 5
 
 
 @pytest.mark.parametrize(("beam", "groups"), [(4, 2), (6, 3), (6, 2), (5, 5), (32, 4)])
@@ -90,7 +108,7 @@ def test_diverse_beam_search(diversity, beam, groups):
     for step in (0, 9, 33):
         tensors = state([1, 0, 2], beam, MAX_LEN + 2, step)
         same_as_reference(
-            candidates(3 * beam, beam, False), tensors, beam, groups, diversity, EOS, 1.0
+            candidates(3 * beam, beam, False), tensors, beam, groups, diversity, EOS, 1.0, 0
         )
 
 
@@ -99,17 +117,19 @@ def test_sampling(beam):
     torch.manual_seed(beam)
     for step in (0, 20):
         tensors = state([1, -1, 0], beam, MAX_LEN + 2, step)
-        same_as_reference(candidates(3 * beam, beam, True), tensors, beam, 1, 0.0, EOS, 1.0)
+        same_as_reference(candidates(3 * beam, beam, True), tensors, beam, 1, 0.0, EOS, 1.0, 0)
 
 
-def test_a_whole_search():
+@pytest.mark.parametrize("stopping", range(4))
+def test_a_whole_search(stopping):
     """All steps from the beginning until every sentence has ended."""
     torch.manual_seed(0)
     beam, slots = 4, 30
     tensors = state(list(range(slots)), beam, 20, 0, max_len=18)
     tensors["lengths"].zero_()
     for _ in range(19):
-        same_as_reference(candidates(slots * beam, beam, False), tensors, beam, 1, 0.0, EOS, 0.6)
+        found = candidates(slots * beam, beam, False)
+        same_as_reference(found, tensors, beam, 1, 0.0, EOS, 0.6, stopping)
     assert tensors["progress"].tolist() == [19, 18, 0, 0] and tensors["sentences"].eq(-1).all()
 
 
@@ -124,12 +144,12 @@ def test_all_end_at_once(beam):
         scores[:, 0], tokens[:, 0] = 9.0, EOS
         for row in tokens[:, 1:]:
             row[row == EOS] = V + 200
-        same_as_reference((scores, tokens), tensors, beam, 1, 0.0, EOS, 0.6)
+        same_as_reference((scores, tokens), tensors, beam, 1, 0.0, EOS, 0.6, 0)
 
 
 def test_nobody_there():
     tensors = state([], 4, 20, 3)
-    same_as_reference(candidates(0, 4, False), tensors, 4, 1, 0.0, EOS, 1.0)
+    same_as_reference(candidates(0, 4, False), tensors, 4, 1, 0.0, EOS, 1.0, 0)
     assert tensors["progress"][0] == 4 and tensors["reports"][0].tolist() == [4, 0]
 
 
@@ -140,7 +160,7 @@ def test_one_graph_serves_all_steps():
     tensors["lengths"].zero_()
     on_gpu = to_gpu(tensors)
     found = [x.cuda() for x in candidates(slots * beam, beam, False)]
-    options = beam, 1, 0.0, EOS, 0.6
+    options = beam, 1, 0.0, EOS, 0.6, 0
     warm = to_gpu(tensors)
     ops.beam_advance(*found, *warm.values(), *options)
     graph = torch.cuda.CUDAGraph()
@@ -180,7 +200,7 @@ def test_kernels_wait_for_each_other(slots):
                 shifted, on_gpu["scores"], on_gpu["progress"], 2 * beam, 1, EOS, 3, 0, 0.0, 1.0
             )
             wait()
-            ops.beam_advance(*found, *on_gpu.values(), beam, 1, 0.0, EOS, 0.6)
+            ops.beam_advance(*found, *on_gpu.values(), beam, 1, 0.0, EOS, 0.6, 0)
             wait()
         torch.cuda.synchronize()
         return on_gpu
@@ -204,10 +224,10 @@ def test_whoever_sees_the_report_sees_the_results(slots):
         tensors = state(list(range(slots)), beam, MAX_LEN + 2, step)
         found = candidates(slots * beam, beam, False)
         on_gpu, found_there = to_gpu(tensors), [x.cuda() for x in found]
-        ops.beam_advance(*found, *tensors.values(), beam, 1, 0.0, EOS, 0.6)
+        ops.beam_advance(*found, *tensors.values(), beam, 1, 0.0, EOS, 0.6, 0)
         seen = {name: torch.empty_like(tensors[name]).pin_memory() for name in kept}
         torch.cuda.synchronize()
-        ops.beam_advance(*found_there, *on_gpu.values(), beam, 1, 0.0, EOS, 0.6)
+        ops.beam_advance(*found_there, *on_gpu.values(), beam, 1, 0.0, EOS, 0.6, 0)
         torch.cuda._sleep(200_000_000)
         row = on_gpu["reports"][(step + 1) % 2]
         while int(row[0]) != step + 1:
@@ -226,13 +246,13 @@ def test_whoever_sees_the_report_sees_the_results(slots):
 def test_refusals():
     found, tensors = candidates(65, 65, False), state([0], 65, 20, 3)
     with pytest.raises(RuntimeError, match=r"beam_advance: beam must be at most 64 .*, got 65"):
-        same_as_reference(found, tensors, 65, 1, 0.0, EOS, 1.0)
+        same_as_reference(found, tensors, 65, 1, 0.0, EOS, 1.0, 0)
     found, tensors = candidates(4, 4, False), state([0], 4, 20, 3)
     on_gpu = to_gpu(tensors)
     on_gpu["ancestry"] = torch.stack((on_gpu["ancestry"],) * 2, 2)[..., 0]
     on_device = [x.cuda() for x in found]
     with pytest.raises(RuntimeError, match="beam_advance: ancestry must be contiguous"):
-        ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0)
+        ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0, 0)
     shifted = torch.zeros(5, dtype=torch.int32).pin_memory()[1:].view(2, 2)
     for reports, message in (
         (tensors["reports"], "reports must be in pinned memory of the CPU"),
@@ -240,7 +260,7 @@ def test_refusals():
     ):
         on_gpu = {**to_gpu(tensors), "reports": reports}
         with pytest.raises(RuntimeError, match=f"beam_advance: {message}"):
-            ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0)
+            ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0, 0)
     on_gpu = {name: x.cuda() for name, x in tensors.items()}
     with pytest.raises(ValueError, match="beam_advance: reports must be on the CPU, is on cuda"):
-        ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0)
+        ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0, 0)

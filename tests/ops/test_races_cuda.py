@@ -139,7 +139,7 @@ def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
         history = [memory.int(), memory.int(), memory.clone(), memory.int(), memory.clone()]
         results = [memory[0].int(), memory[0].clone()]
         reports = torch.zeros(2, 2, dtype=torch.int32).pin_memory()
-        ops.beam_advance(*found, *moved, *history, *results, reports, 5, 1, 0.0, 2, 1.0)
+        ops.beam_advance(*found, *moved, *history, *results, reports, 5, 1, 0.0, 2, 1.0, 0)
         return *found, *drawn, *moved, *history, *results, reports
 
     check(call)

@@ -201,7 +201,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(randn(T).float(), torch.randint(0, T, (6, T)).int(), torch.randint(0, V, (6, T)).int()),
         *(randn(6, T).float(), torch.zeros(6, T).int(), randn(6, T).float()),
         *(torch.zeros(T).int(), randn(T).float(), torch.zeros(2, 2).int()),
-        *(2, 2, 0.5, 2, 0.6),
+        *(2, 2, 0.5, 2, 0.6, 0),
     ),
     "update_scalars": lambda: (
         *(torch.arange(len(State)).ne(State.STOPPED).double(), make_rng()),
