@@ -93,6 +93,7 @@ def test_validation_is_that_of_training(trained: Trained) -> None:
     best = torch.load(path, weights_only=False)["extra_state"]["best"]
     line = validated(trained.data, *TASK, "--path", path, "--cpu", "--log-format", "simple")
     assert f"| loss {best:g} |" in line
+    assert "wps" not in line  # fairseq-validate does not measure it, and logs 0
 
 
 @pytest.mark.parametrize("system", [[], ["--native"]], ids=["ours", "native"])
