@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -96,7 +97,8 @@ def take_turns(
         for turn in range(1, rounds + 1):
             for system in list(left):
                 name = f"{case} {system}"
-                stem = logs.resolve() / f"{str(case).replace('/', '-')}-{system}-{turn}"
+                # Without dots: the names of its files are the stem with other suffixes.
+                stem = logs.resolve() / f"{re.sub('[./]', '-', str(case))}-{system}-{turn}"
                 click.echo(f"{name}, round {turn} of {rounds}: {stem}.log", err=True)
                 try:
                     runs.setdefault(system, []).append(bench.measure(case, system, stem))

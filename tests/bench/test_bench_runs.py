@@ -27,6 +27,17 @@ def test_systems_that_turn_out_to_be_unable(tmp_path: Path) -> None:
         runs.take_turns(nothing, {"case": ["one"]}, 2, tmp_path, None)
 
 
+def test_each_run_has_its_own_files(tmp_path: Path) -> None:
+    stems = []
+
+    def measure(case: str, system: str, stem: Path) -> None:
+        stems.append(stem)
+
+    cases = {case: ["ours"] for case in ("nllb_1.3b/verses/bf16", "nllb_1.3b/8192/bf16")}
+    runs.take_turns(runs.Bench(measure, lambda *_: {}, lambda _: []), cases, 2, tmp_path, None)
+    assert len({stem.with_suffix(".log") for stem in stems}) == 4
+
+
 def test_commit_is_that_of_this_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("COMMIT", raising=False)
     assert re.fullmatch("[0-9a-f]{40}", result_rows.current_commit())
