@@ -17,7 +17,7 @@ from lightseq_fairseq import layers, ops
 
 FOLDERS = "lightseq_fairseq", "cli", "csrc", "scripts", "examples"
 # Shell variables that bash defines itself.
-OF_BASH = {"BASH_SOURCE", "PWD", "SECONDS"}
+OF_BASH = {"BASH_REMATCH", "BASH_SOURCE", "PWD", "SECONDS"}
 # Variables that only our own code sets.
 OF_OTHERS = {"HYDRA_FULL_ERROR"}
 
