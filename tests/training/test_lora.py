@@ -15,12 +15,14 @@ import helpers.training_runs as runs
 import pytest
 import safetensors.torch
 import torch
+from fairseq import checkpoint_utils
 from helpers.parity import LS, NATIVE, PRE_NORM, SHARED, command_line, train
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.checkpoints import models
 from lightseq_fairseq.layers.adapter import FIRST_SITE, Adapter, adapters_of, merged
 from lightseq_fairseq.layers.linear import _Linear
 from lightseq_fairseq.layers.node import Input, apply
@@ -297,7 +299,7 @@ def test_outputs_are_equal_before_and_after_merging(data: Path, tmp_path: Path) 
 @pytest.mark.parametrize("family", ["bart", "classes"])
 def test_the_file_for_peft(tmp_path: Path, family: str) -> None:
     """Its keys and shapes are those of layers of the exported base model; base + adapters is the
-    exported merged model."""
+    exported merged model; `peft` agrees."""
     is_classes = family == "classes"
     data = (parity.write_classes if is_classes else parity.write_corpus)(tmp_path / "raw")
     flags = {**(runs.CLASSES if is_classes else runs.BART), "max_update": 6}
@@ -337,6 +339,30 @@ def test_the_file_for_peft(tmp_path: Path, family: str) -> None:
     words = (base / "checkpoint_last.pt", "--to", "peft", "--output", tmp_path / "none")
     result = cli_runs.run("export", *words)
     assert result.exit_code == 2 and "The checkpoint has no adapters, which --" in result.stderr
+    # peft reads it, and computes what our model computes.
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    kind = "SequenceClassification" if is_classes else "Seq2SeqLM"
+    auto = getattr(pytest.importorskip("transformers"), f"AutoModelFor{kind}")
+    plain, whole = (auto.from_pretrained(folder / "huggingface") for folder in (base, run))
+    with models.building(native=False):
+        (ours,), _ = checkpoint_utils.load_model_ensemble([str(run / "checkpoint_last.pt")])
+    tokens = torch.tensor([[0, 9, 30, 41, 7, 2], [0, 12, 2, 1, 1, 1]])
+    real = tokens.ne(1)
+    inputs = {"input_ids": tokens, "attention_mask": real}
+    ours.eval()
+    with torch.no_grad():
+        if is_classes:
+            name = "sentence_classification_head"
+            wanted = ours(tokens, features_only=True, classification_head_name=name)[0]
+            real = torch.tensor([True, True])
+        else:
+            wanted = ours(tokens, real.sum(1), tokens)[0]
+            inputs["decoder_input_ids"] = tokens
+        unadapted, sum_of_both = (model(**inputs).logits for model in (plain, whole))
+        found = peft.PeftModel.from_pretrained(plain, run / "peft").eval()(**inputs).logits
+    for expected in (wanted, sum_of_both):
+        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-5)
+    assert (found - unadapted)[real].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
