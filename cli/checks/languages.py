@@ -18,6 +18,7 @@ from lightseq_fairseq.cli.checks import Request, pairs, search
 from lightseq_fairseq.cli.checks.checkpoints import initial, saved
 from lightseq_fairseq.cli.words import registries, synonyms
 from lightseq_fairseq.cli.words.argv import flag_of, is_given, is_native
+from lightseq_fairseq.plugins.conditions import pads_targets_left
 
 # What a model was trained with, and a search needs.
 _TRAINED = (
@@ -283,10 +284,8 @@ def _sampling(command: str, args: argparse.Namespace, found: list[str]) -> None:
 
 def _repair(request: Request) -> None:
     """Refuses or removes settings with which fairseq fails."""
-    from fairseq import utils
-
     args = request.args
-    if args.lang_tok_replacing_bos_eos and utils.eval_bool(str(args.left_pad_target)):
+    if args.lang_tok_replacing_bos_eos and pads_targets_left(args):
         raise UserError(
             "--left-pad-target cannot be used with --lang-tok-replacing-bos-eos: remove one."
         )

@@ -35,6 +35,14 @@ def has_adaptive_softmax(args: argparse.Namespace) -> bool:
     return is_set and supports("--adaptive-softmax-cutoff", args)
 
 
+def pads_targets_left(args: Any) -> bool:
+    """Whether the pads of a target come first; tasks of several languages have the words "True"
+    and "False"."""
+    from fairseq.utils import eval_bool
+
+    return bool(eval_bool(str(getattr(args, "left_pad_target", False))))
+
+
 def of_ranks(cfg: Any, name: str) -> Any:
     """A setting of distributed training, or None with a single rank."""
     ranks = cfg.distributed_training

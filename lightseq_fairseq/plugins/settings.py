@@ -227,12 +227,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(REFUSED, "generate", "--left-pad-target",
             "--score-reference reads scores from the left, where the pads would be",
             "remove one of the two", lambda args: args.score_reference
-            and getattr(args, "left_pad_target", False), always=False),
+            and conditions.pads_targets_left(args), always=False),
     Setting(REFUSED, "train generate validate", "--left-pad-target",
             "with --num-batch-buckets the pads would come between the first token of a sentence "
             "and its words", "remove one of the two",
-            lambda args: getattr(args, "left_pad_target", 0)
-            and getattr(args, "num_batch_buckets", 0), always=False),
+            lambda args: getattr(args, "num_batch_buckets", 0)
+            and conditions.pads_targets_left(args), always=False),
     *(Setting(REFUSED, "train", "--criterion",
               "{args.criterion} is for other models or data than those of --task {args.task}",
               f"use --criterion {task.criteria[0]}",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from fairseq import optim, utils
+from fairseq import optim
 from fairseq.logging import metrics
 from fairseq.tasks import FairseqTask
 from torch import Tensor
@@ -33,7 +33,7 @@ from lightseq_fairseq.memory.packing import LEAST_GRANULARITY, Granularity, Pack
 from lightseq_fairseq.memory.parameters import flat_buffers
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State, StopReason
 from lightseq_fairseq.plugins import settings
-from lightseq_fairseq.plugins.conditions import of_ranks
+from lightseq_fairseq.plugins.conditions import of_ranks, pads_targets_left
 from lightseq_fairseq.plugins.dropout import seed_of_masks
 from lightseq_fairseq.plugins.settings import FALLBACK, is_used, option
 from lightseq_fairseq.plugins.unsupported import set_by_arch
@@ -76,8 +76,7 @@ def _trains_as_fairseqs(task: Any) -> bool:
 def _ignores_pads(cfg: Any) -> bool:
     """Whether the prefix that the criterion ignores may have pads: fairseq counts columns, and our
     step tokens."""
-    is_left = utils.eval_bool(str(getattr(cfg.task, "left_pad_target", False)))
-    return is_left and getattr(cfg.criterion, "ignore_prefix_size", 0) > 0
+    return getattr(cfg.criterion, "ignore_prefix_size", 0) > 0 and pads_targets_left(cfg.task)
 
 
 def fallback_reason(trainer: Any) -> str | None:

@@ -66,6 +66,9 @@ def test_searches_take_the_languages_from_the_model(trained: Trained, system: li
     assert len(found) == languages.SIZES["aa-cc"] and "__cc__" not in "".join(found)
     marked = succeed("generate", trained.data, *TASK, *short, *system, "--encoder-langtok", "tgt")
     assert "\t__cc__ " in marked and "\t__aa__ " not in marked
+    scored = succeed("generate", trained.data, *TASK, *short, *system, "--score-reference")
+    wanted = (trained.data / "raw/aa-cc/valid.cc").read_text().splitlines()
+    assert hypotheses(scored) == [f"__cc__ {line}" for line in wanted]
     other = ["-s", "aa", "-t", "bb", *short[4:]]
     text = trained.data / "raw" / "aa-cc" / "valid.aa"
     into = [
