@@ -57,7 +57,7 @@ def change(
     spare = _unknown(whole, ids)
     if texts:
         used = Tokenizer(path).used(_lines(texts))
-        rows = sorted(used | _always(whole, config, ids, used))
+        rows = sorted(used | _always(whole, ids, used) | _named(place, config) & {*ids.values()})
         new_of = {old: new for new, old in enumerate(rows)}
         ids = {word: new_of[old] for word, old in ids.items() if old in new_of}
         _keep(whole, new_of)
@@ -111,15 +111,12 @@ def _lines(texts: Sequence[Path]) -> Iterator[list[str]]:
             raise UserError(f"{text} cannot be read ({reason}): check --only-words-of.") from error
 
 
-def _always(
-    whole: dict[str, Any], config: dict[str, Any], ids: dict[str, int], used: set[int]
-) -> set[int]:
+def _always(whole: dict[str, Any], ids: dict[str, int], used: set[int]) -> set[int]:
     """The ids to keep besides those in use: special words, characters, and parts of merges.
 
     A tokenizer of merges makes the words in use from their parts, so texts are split as before.
     """
     kept = {*_added(whole).values(), _unknown(whole, ids)}
-    kept |= {value for name, value in config.items() if _is_id(name) and isinstance(value, int)}
     kept |= {number for word, number in ids.items() if len(word.removeprefix("##")) == 1}
     kept |= {number for word, number in ids.items() if re.fullmatch("<0x..>", word)}  # bytes
     parts: dict[str, set[str]] = {}
@@ -132,6 +129,23 @@ def _always(
             if part in parts:
                 waiting.append(part)
     return kept
+
+
+def _named(place: Path, config: dict[str, Any]) -> set[int]:
+    """The ids that config.json and generation_config.json name, such as that of the first word or
+    those that generation must not choose."""
+    path = place / "generation_config.json"
+    fields = [config, read_json(path) if path.is_file() else {}]
+    return {n for each in fields for name, x in each.items() if _is_id(name) for n in _numbers(x)}
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    """The numbers in lists of lists."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, int):
+        yield value
 
 
 def _pair(merge: str | list[str]) -> tuple[str, str]:
@@ -191,7 +205,9 @@ def _renumber(place: Path, config: dict[str, Any], new_of: dict[int, int]) -> No
             _renumber_fields(fields, new_of)
             known = fields.get("added_tokens_decoder") or {}
             if known:
-                moved = {str(new_of[int(old)]): each for old, each in known.items()}
+                moved = {
+                    str(new_of[int(old)]): each for old, each in known.items() if int(old) in new_of
+                }
                 fields["added_tokens_decoder"] = moved
             _write(path, fields)
     _renumber_fields(config, new_of)

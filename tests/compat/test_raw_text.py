@@ -197,6 +197,12 @@ def test_other_tokenizers_are_trimmed(name: str, tmp_path: Path) -> None:
     """Of words with scores, and of those that name special words in other ways."""
     kind = hugging_face.KINDS[name]
     hugging_face.make(kind, tmp_path / "theirs")
+    # No text has this word, but generation must not choose it.
+    tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    bad = tokens.convert_tokens_to_ids(hugging_face.WORDS[-1])
+    path = tmp_path / "theirs/generation_config.json"
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**settings, "bad_words_ids": [[bad]]}))
     (tmp_path / "text").write_text("".join(f"{word}\n" for word in hugging_face.WORDS[:20]))
     succeed("import_", tmp_path / "theirs", tmp_path / "ours", "--only-words-of", tmp_path / "text")
     first, second = (
@@ -209,6 +215,9 @@ def test_other_tokenizers_are_trimmed(name: str, tmp_path: Path) -> None:
         assert found[0] == found[1] and found[0], text
     config = json.loads((tmp_path / "ours/config.json").read_text())
     assert second.eos_token_id == config["eos_token_id"]
+    settings = json.loads((tmp_path / "ours/generation_config.json").read_text())
+    ((number,),) = settings["bad_words_ids"]
+    assert second.convert_ids_to_tokens(number) == hugging_face.WORDS[-1]
 
 
 @pytest.mark.parametrize("files", [1, 2])
