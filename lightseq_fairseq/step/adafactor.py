@@ -8,7 +8,6 @@ Shapes: N = elements of the parameter buffer, M = parameters, V = elements of al
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -18,9 +17,7 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.memory.parameters import FlatBuffer, flat_buffers
-
-# See flat_adam.
-_state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+from lightseq_fairseq.step.flat_optimizer import FlatOptimizer
 
 
 class _Matrix(NamedTuple):
@@ -45,7 +42,7 @@ class _Vectors(NamedTuple):
     moments: Tensor | None
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(FlatOptimizer):
     """Adafactor for one parameter group; takes the options of fairseq's class.
 
     With ``scale_parameter``, fairseq 0.12.2 multiplies the learning rate by the RMS of each
@@ -248,13 +245,8 @@ class Adafactor(torch.optim.Optimizer):
 
     # --- torch's methods -------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def update_all(self) -> None:
         """Update every parameter that has a gradient, as it is."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         if not self.buffer.intact():
             self.buffer = self._buffer()
         gradient, used = self.buffer.gather_gradients()
@@ -262,7 +254,6 @@ class Adafactor(torch.optim.Optimizer):
         self.leave_out(parameter for parameter, is_used in pairs if not is_used)
         one = torch.ones((), dtype=torch.float64, device=gradient.device)
         self.update(gradient, None, one * self._group["lr"], one, one, 0.0, 0.0)
-        return loss
 
     def _states(self) -> dict[Tensor, dict[str, Any]]:
         """fairseq's state of each parameter, but for the number of its updates."""
@@ -289,7 +280,7 @@ class Adafactor(torch.optim.Optimizer):
         for count, (parameter, state) in zip(counts, self._states().items(), strict=True):
             if count:
                 self.state[parameter] = {**state, "step": int(count)}
-        return _state_dict(self)
+        return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ Shapes: N = elements of a parameter buffer, including alignment gaps.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,17 +15,13 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.memory.parameters import flat_buffers
 from lightseq_fairseq.step.adam_state import AdamState
+from lightseq_fairseq.step.flat_optimizer import FlatOptimizer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _CLIP_EPS = 1e-6  # fairseq.utils.clip_grad_norm_ divides by norm + 1e-6
 
-# torch's methods without the wrapper that leaves them out of torch.compile. Its first call would
-# import torch.compile, which takes seconds.
-_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-_state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
 
-
-class FlatAdam(torch.optim.Optimizer):
+class FlatAdam(FlatOptimizer):
     """Adam with decoupled weight decay; its state is flat in memory and in fairseq's file format.
 
     Parameters become views of flat buffers, unless the model has laid them out so already. The
@@ -72,7 +67,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; see ``torch.optim.Optimizer.add_param_group``."""
-        _add_param_group(self, param_group)
+        super().add_param_group(param_group)
         if self._flats:  # empty while the parent's __init__ adds the first groups
             self._lay_out()
 
@@ -175,13 +170,8 @@ class FlatAdam(torch.optim.Optimizer):
                 self.multiply_grads(_clip_factor(max_norm, total))
         return total
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def update_all(self) -> None:
         """Update every parameter that has a gradient; update nothing if the norm is not finite."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self.join()
         for flat, gradient, used in self._gather():
             lr, multiplier, norm = (
@@ -190,7 +180,6 @@ class FlatAdam(torch.optim.Optimizer):
             )
             flat.update(gradient, None, lr, multiplier, norm, self._max_norm, _CLIP_EPS, used=used)
         self._reset_factors()
-        return loss
 
     @property
     def fused(self) -> AdamState:
@@ -212,7 +201,7 @@ class FlatAdam(torch.optim.Optimizer):
             if "step" in group:  # from a loaded apex state, which stores the step in the group
                 steps = [self.state[p]["step"] for p in group["params"] if p in self.state]
                 group["step"] = max(steps, default=0)
-        return _state_dict(self)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer or of fairseq's Adam (with or without apex).

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,19 @@ def test_state_is_small_and_skipped_updates_change_nothing() -> None:
     kept = {name: x.clone() for name, x in found.items()}
     step(float("inf"))
     assert runs.differing(runs._tensors(optimizer.state_dict()["state"], ""), kept) == []
+
+
+def test_it_starts_without_torch_compile() -> None:
+    """Whose import takes seconds."""
+    script = """
+import sys, torch
+from lightseq_fairseq.step.adafactor import Adafactor
+optimizer = Adafactor([torch.nn.Parameter(torch.ones(3, 2))], lr=0.1)
+optimizer.load_state_dict(optimizer.state_dict())
+print("torch._dynamo" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.stdout == "False\n", found.stderr
 
 
 def test_frozen_parameters_and_several_dtypes(data: Path, tmp_path: Path) -> None:
