@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cli_runs import succeed
-from helpers.digits import Toy
+from helpers.digits import SENTENCES, Toy
 
 # isort: split
 from fairseq import checkpoint_utils
@@ -157,6 +157,16 @@ def test_one_sentence_and_many(translator: Translator) -> None:
     assert len(best.token_scores) == len(best.tokens) == len(best.text.split()) + 1
     assert best.score == pytest.approx(sum(best.token_scores) / len(best.tokens))  # --lenpen 1
     assert one.seconds > 0
+
+
+def test_most_texts_are_the_references(toy: Toy, translator: Translator) -> None:
+    """Of the held-out sentences, whatever the last bits of the training were."""
+    source, target = (
+        (toy.folder / f"valid.src-tgt.{side}").read_text().splitlines() for side in ("src", "tgt")
+    )
+    found = [each.text for each in translator.translate(source, beam=2)]
+    right = sum(text == reference for text, reference in zip(found, target, strict=True))
+    assert right > SENTENCES / 4  # 140 of 200 on an x86 CPU
 
 
 def test_a_sentence_that_is_left_out_keeps_its_place(toy: Toy, translator: Translator) -> None:
