@@ -25,6 +25,7 @@ from torch import Tensor
 from lightseq_fairseq.base import families
 from lightseq_fairseq.layers import vocabulary_logits
 from lightseq_fairseq.layers.node import Input
+from lightseq_fairseq.plugins.sizes import of_both, register
 from lightseq_fairseq.plugins.transformer import (
     LSTransformerDecoder,
     LSTransformerEncoder,
@@ -93,14 +94,7 @@ class LSMarianModel(LSTransformerModel):
 
     family = families.MARIAN
     packed_logits = LSTransformerModel.packed_logits  # of its own, see ``objectives.declares``
-
-    @classmethod
-    def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: Any) -> LSMarianEncoder:
-        return LSMarianEncoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
-
-    @classmethod
-    def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: Any) -> LSMarianDecoder:
-        return LSMarianDecoder(TransformerConfig.from_namespace(args), tgt_dict, embed_tokens)
+    of_encoder, of_decoder = LSMarianEncoder, LSMarianDecoder
 
 
 # Arch -> layers of each side, C, inner width of the feed-forward layers, heads, activation, and
@@ -113,30 +107,10 @@ SIZES = {
 }
 
 
-def _set(
-    name: str, layers: int, width: int, inner: int, heads: int, activation: str, pre_norm: bool
-) -> None:
-    """Register an arch; a flag of the command takes precedence, as in fairseq's archs."""
-    own: dict[str, Any] = {
-        "encoder_embed_dim": width, "encoder_ffn_embed_dim": inner,  # and so the decoder's
-        "share_all_embeddings": True, "activation_fn": activation, "dropout": 0.1,
-        **{
-            f"{side}_{setting}": value
-            for side in ("encoder", "decoder")
-            for setting, value in (
-                ("layers", layers), ("attention_heads", heads), ("normalize_before", pre_norm)
-            )
-        },
-    }  # fmt: skip
-
-    def architecture(args: Any) -> None:
-        for setting, value in own.items():
-            setattr(args, setting, getattr(args, setting, value))
-        base_architecture(args)
-
-    register_model_architecture("ls_marian", name)(architecture)
-
-
 register_model_architecture("ls_marian", "ls_marian")(base_architecture)
-for _name, _sizes in SIZES.items():
-    _set(_name, *_sizes)
+for _name, (_layers, _width, _inner, _heads, _activation, _is_pre_norm) in SIZES.items():
+    register("ls_marian", _name, {
+        **of_both(layers=_layers, attention_heads=_heads, normalize_before=_is_pre_norm),
+        "encoder_embed_dim": _width, "encoder_ffn_embed_dim": _inner, "share_all_embeddings": True,
+        "activation_fn": _activation, "dropout": 0.1,
+    })  # fmt: skip

@@ -1,6 +1,7 @@
-"""Archs of ``ls_transformer`` with the sizes of published models that fairseq has no arch for.
+"""Archs that fairseq lacks: `register`, and those of ``ls_transformer`` with the sizes of published
+models.
 
-Checkpoints name fairseq's arch transformer, with all sizes.
+Their checkpoints name fairseq's arch transformer, with all sizes.
 """
 
 from __future__ import annotations
@@ -22,25 +23,30 @@ SIZES = {
 }
 
 
-def _set(name: str, layers: int, width: int, inner: int) -> None:
-    """Register an arch; a flag of the command takes precedence, as in fairseq's archs."""
-    own: dict[str, Any] = {
-        "encoder_embed_dim": width, "encoder_ffn_embed_dim": inner,  # and so the decoder's
-        "share_all_embeddings": True, "dropout": 0.1, "attention_dropout": 0.1,
-    }  # fmt: skip
-    for side in ("encoder", "decoder"):
-        own |= {
-            f"{side}_layers": layers, f"{side}_attention_heads": 16,
-            f"{side}_normalize_before": True,
-        }  # fmt: skip
+def register(model: str, name: str, own: dict[str, Any]) -> None:
+    """Register an arch of a model; a flag of the command takes precedence over its own settings,
+    as in fairseq's archs. The decoder's widths follow the encoder's."""
 
     def architecture(args: Any) -> None:
         for setting, value in own.items():
             setattr(args, setting, getattr(args, setting, value))
         base_architecture(args)
 
-    register_model_architecture("ls_transformer", name)(architecture)
+    register_model_architecture(model, name)(architecture)
 
 
-for _name, _sizes in SIZES.items():
-    _set(_name, *_sizes)
+def of_both(**settings: Any) -> dict[str, Any]:
+    """The settings of encoder and decoder."""
+    return {
+        f"{side}_{setting}": value
+        for side in ("encoder", "decoder")
+        for setting, value in settings.items()
+    }
+
+
+for _name, (_layers, _width, _inner) in SIZES.items():
+    register("ls_transformer", _name, {
+        **of_both(layers=_layers, attention_heads=16, normalize_before=True),
+        "encoder_embed_dim": _width, "encoder_ffn_embed_dim": _inner, "share_all_embeddings": True,
+        "dropout": 0.1, "attention_dropout": 0.1,
+    })  # fmt: skip

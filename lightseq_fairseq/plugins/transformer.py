@@ -10,7 +10,7 @@ H = heads, V = vocabulary.
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from fairseq.models import register_model
@@ -363,12 +363,17 @@ def _rates(cfg: TransformerConfig) -> dict[str, Any]:
 class LSTransformerModel(FlatModel, TransformerModel):
     """Transformer on packed tokens with all parameters in one flat buffer.
 
+    Attributes:
+        of_encoder, of_decoder: the classes of its two sides.
+
     Source: ``fairseq.models.transformer.TransformerModel``, whose flags, parameter names and
     initial values it keeps; Vaswani et al. 2017.
     """
 
     packs_tokens = True  # the ls_ criteria call forward with packed=True
     family = families.TRANSLATION
+    of_encoder: ClassVar[type[LSTransformerEncoder]] = LSTransformerEncoder
+    of_decoder: ClassVar[type[LSTransformerDecoder]] = LSTransformerDecoder
 
     @classmethod
     def build_model(cls, args: Namespace, task: Any) -> LSTransformerModel:
@@ -391,11 +396,11 @@ class LSTransformerModel(FlatModel, TransformerModel):
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: Any) -> LSTransformerEncoder:
-        return LSTransformerEncoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
+        return cls.of_encoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
 
     @classmethod
     def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: Any) -> LSTransformerDecoder:
-        return LSTransformerDecoder(TransformerConfig.from_namespace(args), tgt_dict, embed_tokens)
+        return cls.of_decoder(TransformerConfig.from_namespace(args), tgt_dict, embed_tokens)
 
     def sides(self) -> list[tuple[LSTransformerEncoder, LSTransformerDecoder]]:
         return [(self.encoder, self.decoder)]

@@ -70,62 +70,16 @@ DROPOUT = 0.1
 WARM_UP = 4000  # updates, in all systems
 UNUSED_POSITIONS = 2  # first rows of fairseq's table of positions, which no token uses
 _T2T_BIG = Shape("transformer_wmt_en_de_big_t2t", 1024, 4096, 16, 6, 6, True, 0.1, 0.1)
-_GPT2 = Shape(
-    "transformer_lm_gpt2_small",
-    1024,
-    4096,
-    16,
-    0,
-    24,
-    True,
-    0.1,
-    0.0,
-    "gelu",
-    False,
-    vocabulary=TEXT_VOCABULARY,
-)
-_ROBERTA = Shape(
-    "roberta_base",
-    768,
-    3072,
-    12,
-    12,
-    0,
-    False,
-    0.1,
-    0.0,
-    "gelu",
-    positions=512,
-    hugging_face="Roberta",
-    vocabulary=MASKED_VOCABULARY,
-)
-_BART = Shape(
-    "bart_large",
-    1024,
-    4096,
-    16,
-    12,
-    12,
-    False,
-    0.1,
-    0.0,
-    "gelu",
-    positions=1024,
+_GPT2 = Shape("transformer_lm_gpt2_small", 1024, 4096, 16, 0, 24, True, 0.1, activation="gelu",
+              tied=False, vocabulary=TEXT_VOCABULARY)  # fmt: skip
+_ROBERTA = Shape("roberta_base", 768, 3072, 12, 12, 0, False, 0.1, activation="gelu",
+                 positions=512, hugging_face="Roberta", vocabulary=MASKED_VOCABULARY)  # fmt: skip
+_BART = _ROBERTA._replace(
+    arch="bart_large", width=1024, ffn=4096, heads=16, decoder_layers=12, positions=1024,
     hugging_face="Bart",
-    vocabulary=MASKED_VOCABULARY,
-)
-_NLLB = Shape(
-    "transformer",
-    1024,
-    4096,
-    16,
-    12,
-    12,
-    True,
-    0.1,
-    hugging_face="M2M100",
-    vocabulary=256_206,
-)
+)  # fmt: skip
+_NLLB = Shape("transformer", 1024, 4096, 16, 12, 12, True, 0.1, hugging_face="M2M100",
+              vocabulary=256_206)  # fmt: skip
 # As many words as opus-mt-en-de has.
 _MARIAN = Shape("marian_base", 512, 2048, 8, activation="silu", hugging_face="Marian",
                 vocabulary=58_101)  # fmt: skip
