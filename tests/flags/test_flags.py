@@ -265,5 +265,6 @@ PROVEN: Proofs = {
 PROVEN["train", table.REFUSED] |= {
     part
     for part, whole in PART_OF.items()
-    if part in SETTINGS and whole in PROVEN["train", table.REFUSED] | set(table.NOT_WITH_OURS)
+    if part in SETTINGS
+    and (whole in PROVEN["train", table.REFUSED] or table.is_refused_choice(whole))
 }
