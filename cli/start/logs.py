@@ -20,8 +20,9 @@ LEVEL = "LIGHTSEQ_LOG_LEVEL"  # environment variable, which spawned ranks see to
 LEVELS = ("debug", "info", "warning", "error")
 
 # Logger, or a parent of it -> how the messages begin that the terminal does not show.
-# Before an error for which we have a sentence.
-_BEFORE_ERRORS = {
+# Lines before an error for which we have a sentence, and a false one.
+_NEVER = {
+    "fairseq_cli.generate": "If you are using BPE",  # and --sacrebleu: our BLEU is that of words
     "fairseq.dataclass.utils": "Error when composing. Overrides:",  # and the whole configuration
     "fairseq_cli.hydra_train": "Failed to get config name",
     "torch.multiprocessing.spawn": "Terminating process",
@@ -68,7 +69,7 @@ def is_shown(record: logging.LogRecord) -> bool:
     kinds = {kind.__name__ for kind in type(record.msg).__mro__}
     if not kinds.isdisjoint(("DictConfig", "CachedConfig", "Namespace", "Module")):
         return False
-    if record.levelno < level or _is_in(_BEFORE_ERRORS, record):
+    if record.levelno < level or _is_in(_NEVER, record):
         return False
     return record.levelno >= logging.WARNING or is_native() or not _is_in(_DETAILS, record)
 

@@ -20,6 +20,7 @@ from fairseq.data import Dictionary, data_utils
 
 from lightseq_fairseq import Translator
 from lightseq_fairseq.cli.checks.trained_task import with_task
+from lightseq_fairseq.cli.start import logs
 
 SEARCH = {"beam": 1, "max_len_a": 0, "max_len_b": 12}
 FLAGS = ("--beam", "1", "--max-len-a", "0", "--max-len-b", "12", "--cpu")
@@ -132,7 +133,9 @@ def test_a_new_language_has_a_row(which: str, request: pytest.FixtureRequest) ->
 
 
 @pytest.mark.parametrize("which", ["chain", "trimmed"])
-def test_raw_text_in_and_out(which: str, request: pytest.FixtureRequest) -> None:
+def test_raw_text_in_and_out(
+    which: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
     """Without a flag of task, language or tokenizer; the words are those of the exported folder."""
     chain = request.getfixturevalue(which)
     (_, lines), (_, answers) = both(chain, "test")
@@ -149,10 +152,14 @@ def test_raw_text_in_and_out(which: str, request: pytest.FixtureRequest) -> None
         )  # fmt: skip
         assert output.read_text().splitlines() == texts
     output = chain.folder / "generated"
+    caplog.clear()
     printed = succeed("generate", chain.data, "--path", chain.run, *FLAGS, "--output-text", output)
     assert output.read_text().splitlines() == texts
     targets = dict(line[2:].split("\t") for line in printed.splitlines() if line.startswith("T-"))
     assert [targets[str(number)] for number in range(len(answers))] == answers
+    # fairseq says that the score of these words is that of BPE tokens.
+    (false,) = (line for line in caplog.records if "BPE tokens" in line.getMessage())
+    assert not logs.is_shown(false)
 
 
 def test_an_import_translates_at_once(chain: Chain) -> None:
