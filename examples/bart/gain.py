@@ -41,8 +41,8 @@ def picture(found: Points, size: str) -> Curves:
     """Return the plot."""
     named = {f"{system}, {begin}": curve for (system, begin), curve in found.items()}
     colours = {f"{system}, {begin}": COLOURS[system, begin] for system, begin in found}
-    most = max(bleu for curve in found.values() for _, bleu in curve)
-    panel = Panel("", "thousand sentence pairs", "BLEU", (0, most + 3), list(named.items()))
+    top = max(1.0, 1.2 * max(bleu for curve in found.values() for _, bleu in curve))
+    panel = Panel("", "thousand sentence pairs", "BLEU", (0, top), list(named.items()))
     return Curves(f"Multi30k, German to English, {size}", colours, [panel])
 
 

@@ -42,8 +42,10 @@ LACKING = (
     "for the last line a GPU",
 )
 # Blocks with these words are run on less data by tests/examples/test_quickstart.py,
-# test_language_model_example.py, test_roberta_example.py and test_bart_example.py.
-RECIPES = "examples/quickstart", "examples/language_model", "examples/roberta", "examples/bart"
+# test_language_model_example.py, test_roberta_example.py and so on.
+RECIPES = tuple(
+    f"examples/{name}/" for name in ("quickstart", "language_model", "roberta", "bart", "summaries")
+)
 
 # Every training is of a small model and ten updates long, one epoch each.
 SMALL_DECODER = (

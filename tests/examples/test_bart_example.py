@@ -35,7 +35,7 @@ def test_the_plot_has_the_mean_of_the_seeds() -> None:
     assert list(found) == [("lightseq", "pre-trained"), ("lightseq", "scratch")]
     assert found["lightseq", "scratch"] == [(1.0, 3.5), (5.0, 7.5)]
     (panel,) = gain.picture(found, "gpu").panels
-    assert panel.limits == (0, 10.5) and len(panel.curves) == 2
+    assert panel.limits == (0, 9.0) and len(panel.curves) == 2
 
 
 def write_captions(folder: Path) -> Path:

@@ -1,0 +1,1 @@
+"""BART writes the first sentence of a docstring of Python's library from the rest."""
