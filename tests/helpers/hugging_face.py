@@ -102,6 +102,12 @@ _PAIR = {
 _PAIRS = "-s a -t b --srcdict {0}/dict.txt --joined-dictionary"
 _TRANSLATING = "--arch ls_transformer -s a -t b"
 
+# </s> comes first, <pad> last.
+_MARIAN = {
+    **_PAIR, "activation_function": "swish", "scale_embedding": True, "eos_token_id": 0,
+    "forced_eos_token_id": 0, "pad_token_id": 2 + len(WORDS),
+    "decoder_start_token_id": 2 + len(WORDS),
+}  # fmt: skip
 KINDS = {
     "roberta": Kind(
         "RobertaForMaskedLM", _BERT, fast("RobertaTokenizer"), [*SPECIAL, *WORDS, "<mask>"], _MASKED
@@ -159,12 +165,10 @@ KINDS = {
         _PAIRS,
         counts=False,
     ),
-    # No <s>; </s> comes first, <pad> last.
+    # No <s>.
     "marian": Kind(
         "MarianMTModel",
-        {**_PAIR, "activation_function": "swish", "scale_embedding": True, "eos_token_id": 0}
-        | {"forced_eos_token_id": 0}
-        | dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 2 + len(WORDS)),
+        _MARIAN,
         slow({"vocab.json": None, "source.spm": None, "target.spm": None}),
         ["</s>", "<unk>", *WORDS, "<pad>"],
         _TRANSLATING.replace("transformer", "marian_base"),
@@ -173,10 +177,8 @@ KINDS = {
     ),
     "marian-of-two": Kind(
         "MarianMTModel",
-        {**_PAIR, "activation_function": "swish", "scale_embedding": True, "eos_token_id": 0}
-        | {"forced_eos_token_id": 0, "share_encoder_decoder_embeddings": False}
-        | {"langs": ["a", "b"], "vocab_size": 3 + len(WORDS)}
-        | dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 2 + len(WORDS)),
+        {**_MARIAN, "share_encoder_decoder_embeddings": False, "langs": ["a", "b"]}
+        | {"vocab_size": 3 + len(WORDS)},
         slow({"vocab.json": None, "target_vocab.json": None, "source.spm": None}),
         ["</s>", "<unk>", *WORDS, "<pad>"],
         "--arch ls_marian -s a -t b",
