@@ -106,8 +106,6 @@ def lora(request: Request) -> None:
             "--lora-rank needs our layers: use an --arch that begins with ls_, without --native, "
             "or remove --lora-rank."
         )
-    if hasattr(args, "fp8"):
-        raise UserError("--lora-rank trains adapters in bf16, not in fp8: remove --fp8.")
     for flag, least, fits in (
         ("--lora-rank", "at least 1", lambda value: value >= 1),
         ("--lora-alpha", "above 0", lambda value: 0 < value < math.inf),

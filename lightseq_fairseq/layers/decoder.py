@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from lightseq_fairseq.layers.adapter import adapter_of
 from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer, run_encoder
 from lightseq_fairseq.layers.node import Input, apply
 from lightseq_fairseq.layers.stack import Stack, Sublayer
@@ -108,11 +109,21 @@ def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Ten
 
 
 def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Tensor]]:
-    """For each matrix product of these layers the weights that it reads, in the order of rows.
+    """For each matrix product without adapters the weights that it reads, in the order of rows.
+
+    If a product with adapters makes queries, keys or values of cross attention, these products are
+    all left out, because one op writes their gradients, in one format.
 
     layers: as in ``fused_groups``.
     """
-    return [[linear.weight for linear in product] for product in _products(layers)]
+    stack = list(layers)
+    decoders = [layer for layer in stack if isinstance(layer, DecoderLayer)]
+    cross = {*_memory(decoders), *(layer.encoder_attn.q_proj for layer in decoders)}
+    products = _products(stack)
+    adapted = {x for product in products for x in product if adapter_of(x) is not None}
+    if adapted & cross:
+        adapted |= cross
+    return [[x.weight for x in product] for product in products if adapted.isdisjoint(product)]
 
 
 def run_decoder(

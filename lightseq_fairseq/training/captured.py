@@ -147,7 +147,11 @@ def refuse_fp8(trainer: Any) -> None:
             "--fp8 needs a GPU of compute capability 8.9 or later, but this one has "
             f"{'.'.join(map(str, capability))}: remove --fp8."
         )
-    products(trainer.get_model())
+    if not products(trainer.get_model()):
+        raise UserError(
+            "--fp8 has no product to compute, because --lora-on has adapters on all of them, which "
+            "are in bf16: remove --fp8, or name fewer layers."
+        )
 
 
 def refuse_flags(cfg: Any, reason: str | None) -> None:

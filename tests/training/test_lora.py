@@ -296,6 +296,34 @@ def test_outputs_are_equal_before_and_after_merging(data: Path, tmp_path: Path) 
     assert (outputs[0] - outputs[2]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize(
+    ("names", "norm", "others"),
+    [
+        ("q,v", {}, {"fc1"}),
+        ("decoder.layers.*.encoder_attn.q,fc1", PRE_NORM, {"self_attn.q_proj"}),
+    ],
+)
+def test_other_products_are_in_fp8(
+    data: Path, tmp_path: Path, names: str, norm: dict[str, Any], others: set[str]
+) -> None:
+    """Those with adapters are in bf16, and so is cross attention if one of its products is."""
+    run = {**runs.LS, **norm, "encoder_embed_dim": 32, "encoder_ffn_embed_dim": 64, "bf16": True}
+    run |= {"encoder_attention_heads": 2, "no_epoch_checkpoints": True, "max_update": 21}
+    base, tuned = tmp_path / "base/checkpoint_last.pt", tmp_path / "fp8/checkpoint_last.pt"
+    runs.run(data, base.parent, **{**run, "max_update": 2})
+    run |= {"lora_rank": 16, "lora_on": names, "lr": 0.02}
+    near = runs.run(data, tmp_path / "bf16", **run, finetune_from_model=str(base))
+    losses = runs.run(data, tuned.parent, **run, finetune_from_model=str(base), fp8=True)
+    assert losses != near
+    torch.testing.assert_close(losses, near, rtol=0.03, atol=0)
+    assert sum(losses[-7:]) < 0.95 * sum(losses[:7])
+    scales = torch.load(tuned, weights_only=False)["extra_state"]["lightseq_fp8"]
+    others |= {"self_attn.out_proj", "encoder_attn.out_proj", "fc2"}
+    assert {x.split("layers.0.")[1] for x in scales} == {f"{other}.weight" for other in others}
+    run |= {"restore_file": str(tuned), "max_update": 24, "no_save": True, "fp8": True}
+    assert len(runs.run(data, tmp_path / "next", **run)) == 3
+
+
 @pytest.mark.parametrize("family", ["bart", "classes"])
 def test_the_file_for_peft(tmp_path: Path, family: str) -> None:
     """Its keys and shapes are those of layers of the exported base model; base + adapters is the
@@ -377,7 +405,10 @@ def test_the_file_for_peft(tmp_path: Path, family: str) -> None:
         ("--lora-on q", "--lora-on needs --lora-rank, as in --lora-rank 16: add it, or remove "),
         ("--lora-rank 4 --native", "--lora-rank needs our layers: use an --arch that begins wi"),
         ("--lora-rank 4 --lora-on query", "--lora-on query matches no linear layer of the model"),
-        ("--lora-rank 4 --bf16 --fp8", "--lora-rank trains adapters in bf16, not in fp8: remov"),
+        (
+            "--lora-rank 4 --lora-on q,out,fc1,fc2 --bf16 --fp8",
+            "--fp8 has no product to compute, because --lora-on has adapters on all of them",
+        ),
     ],
 )
 def test_bad_flags(binarised: Path, tmp_path: Path, words: str, sentence: str) -> None:
