@@ -56,7 +56,8 @@ def test_every_name_in_the_lists_is_a_setting() -> None:
     of_text = table.family_settings(table.OF_TEXT)
     of_roberta = table.family_settings(table.OF_ROBERTA)
     of_bart = table.family_settings(table.OF_BART)
-    assert train <= SETTINGS.keys() | of_text.keys() | of_bart.keys()
+    of_languages = table.family_settings(table.OF_LANGUAGES)
+    assert train <= SETTINGS.keys() | of_text.keys() | of_bart.keys() | of_languages.keys()
     assert table.TEXT_NOTES.keys() <= of_text.keys()
     for command in table.COMMANDS:
         rows = [*SETTINGS.items(), *of_text.items()]
