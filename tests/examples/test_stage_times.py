@@ -14,12 +14,10 @@ from helpers.multi30k_runs import EXAMPLES
 
 TIME = r"\b(s|seconds?|minutes?|hours?|MB|GB)\b"
 PLACE = r"EPYC|CPU core|H200|GB"
-UNMEASURED = ("bart", "multilingual")  # their stages have no times yet
 
 
 def scripts() -> list[Path]:
-    found = [path for path in sorted(EXAMPLES.rglob("*.sh")) if '"== ' in path.read_text()]
-    return [path for path in found if path.parent.name not in UNMEASURED]
+    return [path for path in sorted(EXAMPLES.rglob("*.sh")) if '"== ' in path.read_text()]
 
 
 @pytest.mark.parametrize("script", scripts(), ids=lambda path: path.parent.name + "/" + path.stem)
