@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _CODES = {signal.SIGTERM: 1.0, signal.SIGINT: float(1 << 10), signal.SIGUSR1: float(1 << 20)}
 
 
-class Stopping:
+class ReceivedSignals:
     """The signals this process has received, and the one on which the ranks have agreed.
 
     Attributes:
@@ -53,7 +53,7 @@ class Stopping:
         Raises:
             StoppedBySignal: at the end, if a signal ended training.
         """
-        vars(self).update(vars(Stopping()))
+        vars(self).update(vars(ReceivedSignals()))
         try:
             self._handle(None)
             yield
@@ -112,7 +112,7 @@ class Stopping:
             logger.info("%s received: training ends with this update", self.reason.name)
 
 
-STOPPING = Stopping()  # one per process
+STOPPING = ReceivedSignals()  # one per process
 
 _load_batches = _worker._worker_loop
 

@@ -32,7 +32,7 @@ from lightseq_fairseq.base.errors import StoppedBySignal
 from lightseq_fairseq.cli.start.ranks import Ranks
 from lightseq_fairseq.training import stopping
 from lightseq_fairseq.training.report import FILE, Report
-from lightseq_fairseq.training.stopping import Stopping
+from lightseq_fairseq.training.stopping import ReceivedSignals
 
 SETS = {"ours": runs.LS, "fairseq's steps": {**runs.LS, "optimizer": "adam"}}
 
@@ -83,17 +83,17 @@ def test_two_kinds_of_signals_are_told_apart_in_a_sum() -> None:
         ([signal.SIGUSR1, signal.SIGINT], signal.SIGINT),
         ([], None),
     ):
-        ranks = [Stopping() for _ in numbers]
+        ranks = [ReceivedSignals() for _ in numbers]
         for rank, number in zip(ranks, numbers, strict=True):
             rank._process = os.getpid()
             rank._receive(number, None)
-        stopping = Stopping()
+        stopping = ReceivedSignals()
         stopping.agree(sum(rank.signal_code() for rank in ranks))
         assert stopping.reason == reason
 
 
 def test_a_signal_may_arrive_while_the_codes_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Stopping()
+    rank = ReceivedSignals()
     rank._process = os.getpid()
 
     class Codes(dict[int, float]):
