@@ -3,14 +3,17 @@
 For each command fairseq lets hydra compose its configuration from hundreds of settings. That takes
 much of the time of a small run. From the import of this module on, hydra composes the defaults of
 the same components only once, and only settings that are not as in the command before are parsed
-and set.
+and set. OmegaConf copies the configuration of a dataclass, and of nested settings of the same
+names: a copy takes a quarter of the time.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,5 +63,40 @@ def _defaults(name: str, choices: list[str], strict: bool) -> Any:
         return HYDRAS["compose"](name, overrides=choices, strict=strict)
 
 
+_create, _structured = OmegaConf.create, OmegaConf.structured
+_created: dict[tuple[str, ...], tuple[dict[str, Any], Any]] = {}
+_defaults_of: dict[type, Any] = {}
+
+
+def create(settings: dict[str, dict[str, Any]]) -> Any:
+    """``OmegaConf.create`` of fairseq's settings, which are in groups."""
+    groups = {group: values for group, values in settings.items() if isinstance(values, dict)}
+    kind = (*settings, *(f"{group}.{name}" for group, values in groups.items() for name in values))
+    before, made = _created.get(kind) or (settings, _create(settings))
+    found = copy.deepcopy(made)
+    for group, values in settings.items():
+        if not values or group not in groups:
+            found[group] = values
+            continue
+        for name, value in values.items():
+            old = before[group][name]
+            if type(value) is not type(old) or value != old:
+                found[group][name] = value
+    _created.setdefault(kind, (settings, made))
+    return found
+
+
+def structured(settings: Any, parent: Any = None, flags: Any = None) -> Any:
+    """``OmegaConf.structured``; a dataclass with its default values is read only once."""
+    kind = type(settings)
+    if parent is None and not flags and is_dataclass(kind) and settings == kind():
+        if kind not in _defaults_of:
+            _defaults_of[kind] = _structured(settings)
+        return copy.deepcopy(_defaults_of[kind])
+    return _structured(settings, parent, flags)
+
+
+OmegaConf.structured = structured
+utils.OmegaConf = type("OmegaConf", (OmegaConf,), {"create": staticmethod(create)})
 utils.compose = compose
 utils.initialize = lambda config_path: nullcontext()  # slow, since it reads the stack
