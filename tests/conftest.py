@@ -34,6 +34,10 @@ for _name in ("scripts", "examples"):
 # processes before the loader. It then waits so long for each worker, instead of 5 s.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
 
+# Files of tests need not survive a power cut. The product syncs each file that it writes, for which
+# a small run would wait a tenth of its time.
+os.fsync = lambda number: None
+
 LOCK = Path(tempfile.gettempdir()) / f"lightseq-gpu-tests-{os.getuid()}"
 LOCKED = pytest.StashKey[IO[str]]()
 
