@@ -23,7 +23,7 @@ from lightseq_fairseq.memory.packing import Segments
 from lightseq_fairseq.memory.parameters import as_one
 
 ROOT = Path(__file__).resolve().parents[2]
-UPDATES, SENTENCES = 140, 32
+UPDATES, SENTENCES = 90, 32
 
 
 class Plain(nn.Module):
@@ -113,7 +113,7 @@ def test_the_loss_falls_as_with_torchs_modules() -> None:
     expected = train_plainly(plain, UPDATES)
     found = [loss for loss, _ in example.train(ours, UPDATES, sentences=SENTENCES)]
     assert found == pytest.approx(expected, abs=1e-9)
-    assert found[0] > 2.7 and found[-1] < 1.0  # guessing costs log(16) = 2.77 nats
+    assert found[0] > 2.7 and found[-1] < 1.5  # guessing costs log(16) = 2.77 nats
 
 
 def test_the_script_with_dropout() -> None:
