@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,9 @@ def _hugging_face(
         saving.save(saving.own_storage(state), str(place / "model.pt"))
         for side, known in vocabularies.items():
             known.dictionary().save(str(place / names[side]))
+            if len(names) == 1 and args.task == "translation" and not known.languages:
+                for name in tokenizer.SIDES:  # a search with this folder reads one of each side
+                    shutil.copyfile(place / names[side], place / f"dict.{name}.txt")
             if known.languages:
                 text = "".join(f"{language}\n" for language in known.languages)
                 (place / "languages.txt").write_text(text, encoding="utf-8")

@@ -85,13 +85,16 @@ def _trained(request: Request) -> tuple[dict[str, Any], str | None]:
 
 
 def _imported(args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """The settings of M2M-100 and NLLB, if lightseq-import has written the folder."""
+    """The settings of M2M-100, NLLB and mBART50, if lightseq-import has written the folder."""
     names = os.path.join(folder, "languages.txt")
     if not os.path.isfile(names):
         return {}
     pair = f"{args.source_lang}-{args.target_lang}"
     marks = {"encoder_langtok": "src", "decoder_langtok": True}
-    return {"lang_pairs": [pair], "lang_dict": names, "lang_tok_style": "multilingual", **marks}
+    with open(os.path.join(folder, "dict.txt"), encoding="utf-8") as file:
+        is_mbart = any(line.startswith(f"[{args.target_lang}] ") for line in file)
+    style = "mbart" if is_mbart else "multilingual"
+    return {"lang_pairs": [pair], "lang_dict": names, "lang_tok_style": style, **marks}
 
 
 def _take(request: Request, trained: dict[str, Any], path: str | None) -> None:

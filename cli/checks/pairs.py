@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, search, values
+from lightseq_fairseq.cli.checks.checkpoints import saved
 
 
 def folders_of(args: argparse.Namespace) -> list[str]:
@@ -32,6 +33,18 @@ def folders_of(args: argparse.Namespace) -> list[str]:
     return folders
 
 
+def _imported(args: argparse.Namespace, folder: str) -> tuple[str | None, str | None]:
+    """The pair of a model of lightseq-import that is searched with its own folder."""
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+    path = getattr(args, "path", None)
+    settings = settings_of(saved(path.partition(os.pathsep)[0] if path else None), "task")
+    pair = settings.get("source_lang") or "source", settings.get("target_lang") or "target"
+    files = [os.path.join(folder, f"dict.{language}.txt") for language in pair]
+    is_there = bool(settings.get("generation")) and all(map(os.path.isfile, files))
+    return pair if is_there else (args.source_lang, args.target_lang)
+
+
 def pairs(request: Request) -> None:
     """Raises UserError if the data folder lacks a dictionary or split that the command reads."""
     from fairseq.data.data_utils import infer_language_pair
@@ -42,6 +55,8 @@ def pairs(request: Request) -> None:
     source, target = args.source_lang, args.target_lang
     if source is None or target is None:
         source, target = infer_language_pair(folders[0])
+        if source is None or target is None:
+            source, target = args.source_lang, args.target_lang = _imported(args, folders[0])
         if source is None or target is None:
             if os.path.isfile(os.path.join(folders[0], "dict.txt")):
                 raise UserError(

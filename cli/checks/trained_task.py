@@ -1,4 +1,5 @@
-"""The task of a checkpoint: commands that translate with the checkpoint have it without flags."""
+"""The task of a checkpoint: commands that translate with the checkpoint have it without flags. Of
+an import they also have the settings of the search."""
 
 from __future__ import annotations
 
@@ -14,15 +15,21 @@ from lightseq_fairseq.cli.words.argv import flag_of, is_given, value, with_optio
 _SHORT = {"source_lang": "-s", "target_lang": "-t"}
 
 
-def options_of(settings: dict[str, Any]) -> dict[str, Any]:
+def options_of(settings: dict[str, Any], has_task: bool) -> dict[str, Any]:
     """The options with which a command has the task of a checkpoint.
 
     Args:
         settings: the task's in the checkpoint.
+        has_task: whether the command names a task.
 
     Returns:
-        Setting -> value; {} if the task needs no options, or is not known here.
+        Setting -> value; {} if the task needs no options, or is not known here. The model of an
+        import has those of its folder, which are also of the search.
     """
+    if imported := settings.get("generation"):
+        return {name: each for name, each in imported["options"].items() if each is not None}
+    if has_task:
+        return {}
     task = families.tasks().get(str(settings.get("_name") or settings.get("task")))
     if task is None or not task.of_checkpoint:
         return {}
@@ -40,15 +47,19 @@ def options_of(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_task(argv: Sequence[str]) -> list[str]:
-    """``argv`` with the task of the checkpoint of --path, unless the command has --task."""
+    """``argv`` with the task of the checkpoint of --path, unless the command has --task.
+
+    With an import, it has the settings of its search, too.
+    """
     path = value(argv, ("--path",))
-    if path is None or is_given(argv, ("--task",)):
+    if path is None:
         return list(argv)
     from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
     first = checkpoint_in(path.partition(os.pathsep)[0])
     words: list[str] = []
-    for name, each in options_of(settings_of(saved(first), "task")).items():
+    settings, has_task = settings_of(saved(first), "task"), is_given(argv, ("--task",))
+    for name, each in options_of(settings, has_task).items():
         flags = (flag_of(name), *filter(None, [_SHORT.get(name)]))
         if value(argv, flags) is None and not is_given(argv, flags):
             words += [flag_of(name)] if each is True else [flag_of(name), str(each)]

@@ -6,11 +6,13 @@ import os
 
 from lightseq_fairseq.base.errors import UserError
 
-_BEST_FIRST = ("checkpoint_best.pt", "checkpoint_last.pt")
+_BEST_FIRST = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")  # lightseq-import's is last
 
 
 def checkpoint_in(path: str) -> str:
-    """The best checkpoint, or else the last one, if ``path`` is the folder of a run; else ``path``.
+    """The checkpoint that commands read for ``path``.
+
+    In the folder of a run, it is the best one, or else the last; in that of an import, its model.
 
     Raises:
         UserError: the folder has neither.
@@ -21,6 +23,6 @@ def checkpoint_in(path: str) -> str:
         if os.path.isfile(os.path.join(path, name)):
             return os.path.join(path, name)
     raise UserError(
-        f"The folder {path} has no {' or '.join(_BEST_FIRST)}: use a checkpoint file, or the "
+        f"The folder {path} has no {' or '.join(_BEST_FIRST[:2])}: use a checkpoint file, or the "
         "--save-dir of a training run."
     )

@@ -245,7 +245,11 @@ MBART = _encoder_decoder(
     languages=(r"([a-z]{2}_[A-Z]{2})", "[{}]"),
     flags="--task translation_from_pretrained_bart --langs {languages}",
 )
-BART = _encoder_decoder({"bart": "Bart"}, arch="bart_base", pre_norm=False, learned=True)
+# Its tokenizer writes languages where M2M-100's does; config.json does not tell.
+MBART50 = MBART._replace(flags=f"{M2M100.flags} --lang-tok-style mbart")
+BART = _encoder_decoder(
+    {"bart": "Bart"}, arch="bart_base", pre_norm=False, learned=True, source_first="<s>"
+)
 FSMT = _encoder_decoder({"fsmt": "FSMT"}, pre_norm=False, learned=False)
 FSMT = FSMT._replace(
     fields=(*FSMT.fields, Field("share_all_embeddings", "tie_word_embeddings", False)),

@@ -23,7 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightseq_fairseq.base import dictionaries
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.checkpoints import counterparts, matching, new_rows, saving, vocabulary
+from lightseq_fairseq.checkpoints import (
+    counterparts,
+    generation_settings,
+    matching,
+    new_rows,
+    saving,
+    vocabulary,
+)
 from lightseq_fairseq.checkpoints.correspondence import Counterpart
 from lightseq_fairseq.checkpoints.vocabulary import Vocabulary, read_json
 
@@ -73,6 +80,8 @@ def to_native(
         args = Namespace(arch=record.arch, task=record.task, **matching.settings(record, config))
     except UserError as error:
         raise UserError(f"{folder} cannot be converted: {error}") from error
+    if record is counterparts.MBART and _tokenizer(folder, config).startswith("MBart50"):
+        record = counterparts.MBART50
     args.source_lang = args.target_lang = None
     model = parameters(record, folder)
     if len(record.sides) > 1:  # FSMT's field says only whether all tables are one
@@ -100,6 +109,8 @@ def to_native(
     loaded = {f"{side}_dictionary": each.dictionary() for side, each in known.items()}
     loaded.setdefault("target_dictionary", loaded["source_dictionary"])
     digests = dictionaries.digests(SimpleNamespace(**loaded))
+    if record.task == "translation" and record is not counterparts.MBART:  # which needs --langs
+        args.generation = generation_settings.of_folder(place, record, known)
     flags = f" {record.flags}" if known["source"].languages else ""
     return Imported(saving.without_optimizer(args, model, digests), known, flags)
 
@@ -119,6 +130,13 @@ def parameters(record: Counterpart, folder: Path) -> Tensors:
 def has_weights(folder: Path) -> bool:
     """Whether a folder contains weights in one of the formats that are read here."""
     return any((folder / f"{name}{more}").exists() for name in _WEIGHTS for more in ("", _INDEX))
+
+
+def _tokenizer(folder: Path, config: dict[str, Any]) -> str:
+    """The class of the tokenizer of a folder, "" if it names none."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    return str(settings.get("tokenizer_class") or config.get("tokenizer_class") or "")
 
 
 def _languages(folder: Path, config: dict[str, Any]) -> Sequence[str]:

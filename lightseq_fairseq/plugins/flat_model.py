@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn
 
@@ -68,9 +69,11 @@ class FlatModel(NotCompiled):
 
     Attributes:
         family: the record of the model's family.
+        generation: how an import searches, see ``base.generation``; else {}.
     """
 
     family: ClassVar[Family]
+    generation: Mapping[str, Any] = {}
 
     def __init__(self, *parts: Any) -> None:
         """``parts``: the arguments of fairseq's model, which has all layers afterwards."""
@@ -96,7 +99,9 @@ class FlatModel(NotCompiled):
             raise UserError(unsupported.sentence(arch))
         fairseq_compat.prepare()
         patching.apply("model")
-        return super().build_model(args, task)  # type: ignore[misc]
+        model = super().build_model(args, task)  # type: ignore[misc]
+        model.generation = getattr(with_dictionaries(args), "generation", None) or {}
+        return model
 
     @classmethod
     def check_dictionaries(cls, args: Any, task: Any) -> None:

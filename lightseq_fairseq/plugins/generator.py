@@ -27,6 +27,7 @@ from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.options import STOPPING, SearchOptions
 from lightseq_fairseq.generation.search import MOST_BEAM, search
 
+_SIDES = ("source", "target")
 _REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 200 bytes each
 
 
@@ -37,8 +38,11 @@ class LSSequenceGenerator(SequenceGenerator):
     tensors of a hypothesis are on the CPU, and sampling draws other random numbers. Input batches
     may be on any device; batches on the CPU save a host sync.
 
+    The model of an import searches as its folder says, see ``checkpoints.generation_settings``.
+
     Attributes:
-        early_stopping: as in ``SearchOptions``; set by `stop_early`.
+        early_stopping: as in ``SearchOptions``; set by `stop_early`. None: that of the folder, if
+            it is defined for the other options, or else fairseq's rule.
     """
 
     early_stopping: bool | str | None = None
@@ -64,7 +68,9 @@ class LSSequenceGenerator(SequenceGenerator):
         self, sample: dict[str, Any], prefix_tokens: Tensor | None = None,
         constraints: Tensor | None = None, bos_token: int | None = None,
     ) -> Any:  # fmt: skip
-        inputs, model = sample["net_input"], self.model.single_model
+        model = self.model.single_model
+        sample, prefix_tokens = _with_first(model, sample, prefix_tokens)
+        inputs = sample["net_input"]
         encoder = getattr(model, "encoder", None)  # a language model has none
         options = None
         if constraints is None and "src_tokens" in inputs:
@@ -142,12 +148,43 @@ class LSSequenceGenerator(SequenceGenerator):
             }
         else:
             return None
+        early_stopping = self.early_stopping
+        if early_stopping is None and not special:
+            early_stopping = self.model.single_model.generation.get("early_stopping")
         return SearchOptions(
             beam=self.beam_size, pad=self.pad, eos=self.eos, unk=self.unk, min_len=self.min_len,
             unk_penalty=self.unk_penalty, temperature=self.temperature,
             length_penalty=self.len_penalty if self.normalize_scores else 0.0,
-            no_repeat_ngram=no_repeat_ngram, early_stopping=self.early_stopping, **special,
+            no_repeat_ngram=no_repeat_ngram, early_stopping=early_stopping, **special,
         )  # fmt: skip
+
+
+def _with_first(
+    model: Any, sample: dict[str, Any], prefix_tokens: Tensor | None
+) -> tuple[dict[str, Any], Tensor | None]:
+    """The sample and the prefix with the tokens that an import's sources and translations begin
+    with.
+
+    Raises:
+        UserError: a source is longer than the model's positions then.
+    """
+    source, target = (getattr(model, "generation", {}).get(f"{x}_first") for x in _SIDES)
+    inputs = sample["net_input"]
+    if target is not None and prefix_tokens is None:
+        prefix_tokens = inputs["src_tokens"].new_full((len(inputs["src_tokens"]), 1), target)
+    if source is None:
+        return sample, prefix_tokens
+    # Our encoders skip pads, so one may follow the first token.
+    tokens = torch.nn.functional.pad(inputs["src_tokens"], (1, 0), value=source)
+    lengths = inputs["src_lengths"] + 1
+    most = model.encoder.max_positions()
+    if len(lengths) and int(lengths.max()) > most:
+        raise UserError(
+            f"A sentence has {int(lengths.max())} tokens with the one that the model begins a "
+            f"source with, but the model takes at most {most}: split or shorten it."
+        )
+    inputs = {**inputs, "src_tokens": tokens, "src_lengths": lengths}
+    return {**sample, "net_input": inputs}, prefix_tokens
 
 
 def only_beam_search() -> UserError:

@@ -141,9 +141,8 @@ class Pretrained:
         paths = [checkpoint_in(path) for path in _listed(checkpoint)]
         trained = _trained(paths[0], cls.kind, options)
         options = {name: trained.get(name) for name in cls.kind.settings} | options
-        if options.get("task") is None:
-            known = trained_task.options_of(trained)
-            options = known | {name: each for name, each in options.items() if each is not None}
+        known = trained_task.options_of(trained, options.get("task") is not None)
+        options = known | {name: each for name, each in options.items() if each is not None}
         if not any(options.get(name) for name in _BATCH):
             options |= cls.kind.batch
         folder = trained_on(trained, paths[0]) if data is None else os.fspath(data)

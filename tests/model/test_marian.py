@@ -19,6 +19,7 @@ from helpers.parity import PAD
 from helpers.searches import counted_searches  # noqa: F401  (a fixture)
 from torch import Tensor, nn
 
+from lightseq_fairseq import ops
 from lightseq_fairseq.checkpoints import counterparts
 from lightseq_fairseq.layers import draw_rng
 from lightseq_fairseq.memory.packing import Granularity
@@ -167,6 +168,30 @@ def test_an_odd_vocabulary_has_spare_rows_and_a_bias(both: Both) -> None:
     assert logits.stride(0) == len(whole)
     expected = nn.functional.linear(x, weight, both.ours.decoder.logits_bias)
     torch.testing.assert_close(logits, expected, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_only_fairseq_has_take_no_part(both: Both, dtype: torch.dtype) -> None:
+    """Their bias is finite, but in no precision do they change a bit of the other scores."""
+    decoder = copy.deepcopy(both.ours).to(dtype).decoder
+    words = len(decoder.output_projection.weight)
+    alone = sorted({*range(words)} - {*both.rows})
+    assert both.task.target_dictionary.bos() in alone
+    logits = decoder.output_layer(
+        4 * torch.randn(64, decoder.output_projection.weight.shape[1], dtype=dtype)
+    )
+    assert logits.isfinite().all() and logits[:, alone].max() < -9000
+    without = logits.clone()
+    without[:, alone] = -torch.inf
+    scores, expected = (each.float().log_softmax(1) for each in (logits, without))
+    assert torch.equal(scores[:, both.rows], expected[:, both.rows])
+    assert not scores[:, alone].exp().any()
+    # Every other word comes first, so a beam that leaves some words out never has them.
+    progress = torch.tensor([3, 9, 1, 0], dtype=torch.int32)
+    _, found = ops.beam_candidates(
+        logits, torch.zeros(64), progress, len(both.rows) - 1, PAD, EOS, 3, 0, 0.0, 1.0
+    )
+    assert not torch.isin(found, torch.tensor(alone)).any()
 
 
 @pytest.mark.parametrize("arch", SIZES)
