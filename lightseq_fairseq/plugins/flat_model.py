@@ -69,7 +69,7 @@ class FlatModel(NotCompiled):
 
     Attributes:
         family: the record of the model's family.
-        generation: how an import searches, see ``base.generation``; else {}.
+        generation: how an import searches, see ``checkpoints.generation_settings``; else {}.
     """
 
     family: ClassVar[Family]
