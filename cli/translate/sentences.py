@@ -27,6 +27,7 @@ class Loaded(NamedTuple):
         task: fairseq's task, with the dictionaries.
         models: one model, or those of an ensemble.
         encode, decode: tokenizer and BPE, from and to plain text.
+        source: `encode` for a source, which may begin with <s>, see ``base.tokenizer``.
         on_gpu: whether the models are on a GPU.
     """
 
@@ -34,6 +35,7 @@ class Loaded(NamedTuple):
     models: list[Any]
     encode: Callable[[str], str]
     decode: Callable[[str], str]
+    source: Callable[[str], str]
     on_gpu: bool
 
 
@@ -87,8 +89,9 @@ def load(cfg: Any) -> Loaded:
         if on_gpu:
             model.cuda()
         model.prepare_for_inference_(cfg)
-    built = (task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe))
-    coders = [coder for coder in built if coder is not None]
+    splitter, bpe = task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe)
+    coders = [coder for coder in (splitter, bpe) if coder is not None]
+    is_pair = hasattr(models[0], "encoder")  # a language model has none
 
     def encode(text: str) -> str:
         for coder in coders:
@@ -100,7 +103,12 @@ def load(cfg: Any) -> Loaded:
             text = coder.decode(text)
         return text
 
-    return Loaded(task, models, encode, decode, on_gpu)
+    def source(text: str) -> str:
+        if not is_pair or not hasattr(bpe, "source"):
+            return encode(text)
+        return str(bpe.source(text if splitter is None else splitter.encode(text)))
+
+    return Loaded(task, models, encode, decode, source, on_gpu)
 
 
 class Search:
@@ -156,7 +164,7 @@ class Search:
         encoded: list[str] = []
 
         def encode(text: str) -> str:
-            encoded.append(self._loaded.encode(text))
+            encoded.append(self._loaded.source(text))
             return encoded[-1]
 
         tokens, _ = self._loaded.task.get_interactive_tokens_and_lengths(texts, encode)

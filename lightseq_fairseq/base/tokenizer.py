@@ -2,7 +2,8 @@
 
 A data folder has them in its folder `FOLDER`, so that a run and its checkpoint know the tokenizer.
 Words are those of fairseq's dictionary: a piece that no line of dict.txt can contain is named after
-its id, as `checkpoints.vocabulary` does. No word is special: tasks add </s> and languages.
+its id, as `checkpoints.vocabulary` does. No word is special: tasks add </s> and languages. Only the
+<s> with which BART's tokenizer begins a text is added to sources of pairs, see `Tokenizer.source`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ SINGLE = "sentencepiece.model"  # the names that lightseq-preprocess gives to si
 SIDES = {"source": "source.spm", "target": "target.spm"}  # Marian's names, too
 JSON = "tokenizer.json"
 UNNAMED = "madeupword{:04d}"
+BOS = "<s>"
 # Languages as fairseq writes them, and special words; a model may put them into a translation.
 _NO_TEXT = r"__[a-z]{2,3}(_[A-Z][a-z]{3})?__|\[[a-z]{2}_[A-Z]{2}\]|<s>|</s>|<pad>|<mask>"
 
@@ -33,6 +35,11 @@ class Tokenizer(NamedTuple):
         """The words of a text, joined by spaces."""
         pieces = _opened(self.path).encode(text.strip())
         return " ".join(name(piece, number) for piece, number in pieces)
+
+    def source(self, text: str) -> str:
+        """`encode`, with the <s> with which some tokenizers begin a text."""
+        first = [BOS] * (_opened(self.path).first() == BOS)
+        return " ".join([*first, *self.encode(text).split()])
 
     def decode(self, words: str) -> str:
         """The text of words, which are joined by spaces; without languages and special words."""
@@ -101,6 +108,11 @@ class _HuggingFace:
         found = self._backend.encode(text, add_special_tokens=False)
         return list(zip(found.tokens, found.ids))
 
+    def first(self) -> str | None:
+        """The word that it adds before a text."""
+        added = self._backend.encode("").tokens
+        return added[0] if added else None
+
     def ids(self, texts: list[str]) -> Iterator[list[int]]:
         return (each.ids for each in self._backend.encode_batch(texts, add_special_tokens=False))
 
@@ -128,6 +140,9 @@ class _SentencePiece:
     def encode(self, text: str) -> list[tuple[str, int]]:
         pieces = self._backend.encode(text, out_type=str)
         return list(zip(pieces, self._backend.piece_to_id(pieces)))
+
+    def first(self) -> str | None:
+        return None
 
     def decode(self, pieces: list[str]) -> str:
         return str(self._backend.decode(pieces)).strip()

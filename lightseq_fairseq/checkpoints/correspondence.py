@@ -80,8 +80,6 @@ class Counterpart(NamedTuple):
         own_bias: fairseq's name of it, in models that have one. It keeps rows that Hugging Face
             lacks from taking a share of the probability.
         first_words: fields of config.json if there is no other config.json to begin with.
-        source_first: the word with which the tokenizer of `transformers` begins a text, and the
-            data of fairseq's task do not.
         languages: pattern of words that name a language, and how fairseq writes a language.
         flags: of lightseq-train for sentence pairs of its languages.
         spare: a word that no text has, for rows that fairseq has in addition.
@@ -113,7 +111,6 @@ class Counterpart(NamedTuple):
     logits_bias: str = ""
     own_bias: str = ""
     first_words: dict[str, Any] = {}
-    source_first: str = ""
     languages: tuple[str, str] | None = None
     flags: str = ""
     spare: str = ""

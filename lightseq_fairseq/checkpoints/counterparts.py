@@ -247,9 +247,7 @@ MBART = _encoder_decoder(
 )
 # Its tokenizer writes languages where M2M-100's does; config.json does not tell.
 MBART50 = MBART._replace(flags=f"{M2M100.flags} --lang-tok-style mbart")
-BART = _encoder_decoder(
-    {"bart": "Bart"}, arch="bart_base", pre_norm=False, learned=True, source_first="<s>"
-)
+BART = _encoder_decoder({"bart": "Bart"}, arch="bart_base", pre_norm=False, learned=True)
 FSMT = _encoder_decoder({"fsmt": "FSMT"}, pre_norm=False, learned=False)
 FSMT = FSMT._replace(
     fields=(*FSMT.fields, Field("share_all_embeddings", "tie_word_embeddings", False)),

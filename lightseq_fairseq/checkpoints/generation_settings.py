@@ -4,8 +4,7 @@ The options of an imported checkpoint have it as the attribute ``generation``:
 
 * ``options``: of our commands.
 * ``early_stopping``: see ``SearchOptions``.
-* ``source_first``, ``target_first``: the rows of the tokens with which all sources, and all
-  translations, begin; fairseq's data lack them.
+* ``target_first``: the row of the token with which all translations begin; fairseq's data lack it.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ def of_folder(folder: Path, record: Counterpart, known: dict[str, Vocabulary]) -
     options = _options(given)
     found = {"options": options, "early_stopping": _early_stopping(given)}
     if record.languages is None:
-        first = known["source"].words.index(record.source_first) if record.source_first else None
-        return {**found, "source_first": first, "target_first": row}
+        return {**found, "target_first": row}
     # The task begins translations with --target-lang.
     codes = {record.languages[1].format(code): code for code in words.languages}
     options |= {"task": TASK, "target_lang": codes.get(words.words[row] if row else "")}

@@ -135,13 +135,13 @@ def _record(path: Path) -> Counterpart | None:
 class _RawText(Dictionary):
     """A dictionary that splits lines by a tokenizer before it looks words up."""
 
-    def __init__(self, words: Dictionary, known: Tokenizer) -> None:
+    def __init__(self, words: Dictionary, split: Callable[[str], str]) -> None:
         self.__dict__.update(words.__dict__)
-        self._known = known
+        self._split = split
 
     def encode_line(self, line: str, *args: Any, **more: Any) -> Any:
         """The rows of a line of raw text, as a tensor of int32."""
-        return super().encode_line(self._known.encode(line), *args, **more)
+        return super().encode_line(self._split(line), *args, **more)
 
 
 def _binarise(
@@ -149,5 +149,7 @@ def _binarise(
     output_prefix: str, lang: str | None, num_workers: int, args: Namespace,
 ) -> None:  # fmt: skip
     side = "source" if args.only_source or lang == args.source_lang else "target"
-    words = _RawText(vocab, known[side])
+    # Tasks of text without targets add the first token themselves.
+    is_source = side == "source" and not args.only_source
+    words = _RawText(vocab, known[side].source if is_source else known[side].encode)
     original(words, input_prefix, output_prefix, lang, num_workers, args)

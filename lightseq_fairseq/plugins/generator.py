@@ -27,7 +27,6 @@ from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.options import STOPPING, SearchOptions
 from lightseq_fairseq.generation.search import MOST_BEAM, search
 
-_SIDES = ("source", "target")
 _REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 200 bytes each
 
 
@@ -69,8 +68,10 @@ class LSSequenceGenerator(SequenceGenerator):
         constraints: Tensor | None = None, bos_token: int | None = None,
     ) -> Any:  # fmt: skip
         model = self.model.single_model
-        sample, prefix_tokens = _with_first(model, sample, prefix_tokens)
         inputs = sample["net_input"]
+        first = getattr(model, "generation", {}).get("target_first")
+        if first is not None and prefix_tokens is None:
+            prefix_tokens = inputs["src_tokens"].new_full((len(inputs["src_tokens"]), 1), first)
         encoder = getattr(model, "encoder", None)  # a language model has none
         options = None
         if constraints is None and "src_tokens" in inputs:
@@ -157,34 +158,6 @@ class LSSequenceGenerator(SequenceGenerator):
             length_penalty=self.len_penalty if self.normalize_scores else 0.0,
             no_repeat_ngram=no_repeat_ngram, early_stopping=early_stopping, **special,
         )  # fmt: skip
-
-
-def _with_first(
-    model: Any, sample: dict[str, Any], prefix_tokens: Tensor | None
-) -> tuple[dict[str, Any], Tensor | None]:
-    """The sample and the prefix with the tokens that an import's sources and translations begin
-    with.
-
-    Raises:
-        UserError: a source is longer than the model's positions then.
-    """
-    source, target = (getattr(model, "generation", {}).get(f"{x}_first") for x in _SIDES)
-    inputs = sample["net_input"]
-    if target is not None and prefix_tokens is None:
-        prefix_tokens = inputs["src_tokens"].new_full((len(inputs["src_tokens"]), 1), target)
-    if source is None:
-        return sample, prefix_tokens
-    # Our encoders skip pads, so one may follow the first token.
-    tokens = torch.nn.functional.pad(inputs["src_tokens"], (1, 0), value=source)
-    lengths = inputs["src_lengths"] + 1
-    most = model.encoder.max_positions()
-    if len(lengths) and int(lengths.max()) > most:
-        raise UserError(
-            f"A sentence has {int(lengths.max())} tokens with the one that the model begins a "
-            f"source with, but the model takes at most {most}: split or shorten it."
-        )
-    inputs = {**inputs, "src_tokens": tokens, "src_lengths": lengths}
-    return {**sample, "net_input": inputs}, prefix_tokens
 
 
 def only_beam_search() -> UserError:

@@ -36,6 +36,10 @@ class TokenizerFolder:
         """The words of a text, joined by spaces."""
         return self._source.encode(x)
 
+    def source(self, x: str) -> str:
+        """The words of a text as lightseq-preprocess writes them for a source of a pair."""
+        return self._source.source(x)
+
     def decode(self, x: str) -> str:
         """The text of words that are joined by spaces."""
         return self._target.decode(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import pytest
 import torch
 from helpers.cli_runs import SMALL, run, succeed
 from helpers.golden import matches, refusals
-from helpers.raw_text import transformers
+from helpers.raw_text import tokenizers, transformers
 
 # isort: split
 from fairseq.data import Dictionary, data_utils
@@ -262,6 +263,60 @@ def test_sentencepiece(files: int, tmp_path: Path) -> None:
     printed = succeed("generate", tmp_path / "data", "--path", run_folder, *FLAGS)
     targets = [line.split("\t")[1] for line in printed.splitlines() if line.startswith("T-")]
     assert sorted(targets) == sorted((text / "test.en").read_text().splitlines())
+
+
+def test_sources_of_bart_begin_as_its_tokenizer_writes_them(tmp_path: Path) -> None:
+    """In the data, in a search, and in the exported folder: else its words would be others."""
+    text = tmp_path / "text"
+
+    def save_tokenizer(folder: Path, words: list[str]) -> None:
+        ids = {word: number for number, word in enumerate(words)}
+        whole = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+        whole.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        whole.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+        )
+        names = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), words))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=whole, **names).save_pretrained(
+            folder
+        )
+
+    kind = hugging_face.KINDS["bart"]._replace(tokenizer=save_tokenizer)
+    hugging_face.make(kind, tmp_path / "theirs")
+    draw = random.Random(3)
+    for split, count in raw_text.SPLITS.items():
+        lines = [" ".join(draw.choices(hugging_face.WORDS[:8], k=3)) for _ in range(count)]
+        for side in ("en", "de"):
+            text.mkdir(exist_ok=True)
+            (text / f"{split}.{side}").write_text("".join(f"{line}\n" for line in lines))
+    succeed("import_", tmp_path / "theirs", tmp_path / "imported")
+    succeed(
+        "preprocess", "--hf-tokenizer", tmp_path / "imported", "-s", "en", "-t", "de",
+        "--destdir", tmp_path / "data", "--workers", "2",
+        *(word for split in raw_text.SPLITS for word in (f"--{split}pref", text / split)),
+    )  # fmt: skip
+    for side, begins in (("en", True), ("de", False)):
+        words = Dictionary.load(str(tmp_path / f"data/dict.{side}.txt"))
+        rows = data_utils.load_indexed_dataset(str(tmp_path / f"data/train.en-de.{side}"), words)
+        assert all(row[0] == words.bos() for row in rows) == begins and len(rows[0]) == 4 + begins
+    succeed(
+        "train", tmp_path / "data", "--arch", "ls_bart_large", "--finetune-from-model",
+        tmp_path / "imported/model.pt", "--save-dir", tmp_path / "run", "--max-update", "60",
+        "--lr", "1e-2", "--max-tokens", "400", "--cpu", "--no-epoch-checkpoints",
+    )  # fmt: skip
+    succeed("export", tmp_path / "run", "--to", "huggingface", "--output", tmp_path / "home")
+    lines = (text / "test.en").read_text().splitlines()
+    model, tokenizer = theirs(tmp_path / "home")
+    found = model.generate(
+        **tokenizer(lines, return_tensors="pt", padding=True), num_beams=1, max_new_tokens=12
+    )
+    expected = tokenizer.batch_decode(found, skip_special_tokens=True)
+    translator = Translator.from_pretrained(tmp_path / "run", device="cpu")
+    texts = [each.text for each in translator.translate(lines, **SEARCH)]
+    assert texts == expected and len(set(texts)) > 1
+    printed = succeed("generate", tmp_path / "data", "--path", tmp_path / "run", *FLAGS)
+    of_data = dict(line[2:].split("\t")[::2] for line in printed.splitlines() if line[:2] == "D-")
+    assert [of_data[str(number)] for number in range(len(lines))] == texts
 
 
 def test_marks_in_a_text_are_text(chain: Chain, tmp_path: Path) -> None:
