@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.start import ranks
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.words import defaults, registries
@@ -99,35 +100,71 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool, **own: An
             return defaults.complete([*arch, *argv], defaults.Machine())
         if not registries.uses_lightseq(argv):
             return argv
-        from lightseq_fairseq.cli.checks import epoch  # imports numpy, which --help does not need
+        completed.append(Completed(argv, native))
+        return completed[0].words
 
-        fused = registries.is_fused(value(argv, ARCH))
-        recipe, data = registries.recipe_of(argv), epoch.of_command(argv)
-        added = defaults.missing(argv, _machine(argv), fused, recipe, data)
-        argv = with_options(argv, added)
-        why = defaults.reason(argv, added, recipe)
-        notes = [defaults.note(argv), defaults.note_on_length(argv, added, data)]
-        if native:
-            argv, added = registries.native_twin(argv), without_prefixes(added)
-        completed.append((argv, added, why, notes))
-        return with_options(argv, _log_format(argv))
+    completed: list[Completed] = []
 
-    # (all words of a run, words that we added, why they are not the recipe's, notes)
-    completed: list[tuple[list[str], list[str], str | None, list[str | None]]] = []
-
-    def announce() -> None:
-        for argv, added, why, notes in completed:
-            if not _is_first_rank(argv):
-                continue
-            print(defaults.command_line(argv), flush=True)
-            if added:
-                print(f"# filled in: all flags from {added[0]} on", flush=True)
-            if why is not None:
-                print(f"# {why}", flush=True)
-            for note in filter(None, notes):
-                click.echo(f"lightseq-train: note: {note}", err=True)
+    def announce(request: Request) -> None:
+        for command in completed:
+            command.fit(request)
+            if _is_first_rank(command.argv):
+                command.announce()
 
     run_fairseq("train", words, native=is_native, complete=complete, announce=announce)
+
+
+class Completed:
+    """A command that names a part of ours, with the flags that complete it.
+
+    Attributes:
+        argv: what the user typed.
+        words: the complete command that runs.
+    """
+
+    def __init__(self, argv: list[str], native: bool) -> None:
+        from lightseq_fairseq.cli.checks import epoch  # imports numpy, which --help does not need
+
+        self.argv, self._native = argv, native
+        self._machine, self._recipe = _machine(argv), registries.recipe_of(argv)
+        self._fill(epoch.of_command(argv))
+
+    def _fill(self, data: defaults.Epoch | None) -> None:
+        """Completes the command for these data."""
+        argv, recipe = self.argv, self._recipe
+        fused = registries.is_fused(value(argv, ARCH))
+        self._data, added = data, defaults.missing(argv, self._machine, fused, recipe, data)
+        argv = with_options(argv, added)
+        self._why = defaults.reason(argv, added, recipe)
+        self._notes = [defaults.note(argv), defaults.note_on_length(argv, added, data)]
+        if self._native:
+            argv, added = registries.native_twin(argv), without_prefixes(added)
+        self._printed, self._added = argv, added
+        self.words = with_options(argv, _log_format(argv))
+
+    def fit(self, request: Request) -> None:
+        """Fits the filled-in schedule to the run's updates, which parsing has made countable."""
+        fitted = [flag for flag in defaults.FITTED if flag in self._added]
+        if self._data is None or not fitted or not is_given(self.argv, ("--max-epoch",)):
+            return
+        from lightseq_fairseq.cli.checks import epoch
+
+        self._fill(epoch.counted(self._data, request.args))
+        sys.argv[1:] = request.argv = self.words
+        for flag in fitted:
+            name = flag.removeprefix("--").replace("-", "_")
+            kind = type(getattr(request.args, name))
+            setattr(request.args, name, kind(value(self._added, (flag,))))
+
+    def announce(self) -> None:
+        """Prints the command, and what a user should know about its flags."""
+        print(defaults.command_line(self._printed), flush=True)
+        if self._added:
+            print(f"# filled in: all flags from {self._added[0]} on", flush=True)
+        if self._why is not None:
+            print(f"# {self._why}", flush=True)
+        for note in filter(None, self._notes):
+            click.echo(f"lightseq-train: note: {note}", err=True)
 
 
 def _machine(argv: list[str]) -> defaults.Machine:

@@ -14,7 +14,7 @@ from lightseq_fairseq.fairseq_compat import patching
 
 
 @contextmanager
-def checked(request: Request, passed: Callable[[], None] | None = None) -> Iterator[None]:
+def checked(request: Request, passed: Callable[[Request], None] | None = None) -> Iterator[None]:
     """Within the block the checks run before and after fairseq parses the command line.
 
     ``request.args`` is set to the parsed namespace. In training the parser also accepts
@@ -22,7 +22,7 @@ def checked(request: Request, passed: Callable[[], None] | None = None) -> Itera
     added to the section "common". The trainer finds them there, also in spawned ranks.
 
     Args:
-        passed: called if the checks have passed.
+        passed: called with ``request`` if the checks have passed; may change it.
 
     Raises:
         UserError: an unknown name, an unsupported setting, missing data, or a precision that the
@@ -48,7 +48,7 @@ def checked(request: Request, passed: Callable[[], None] | None = None) -> Itera
             request.args = parsed
             run(SETTINGS, request)
             if passed is not None:
-                passed()
+                passed(request)
         return parsed
 
     with ExitStack() as replaced:

@@ -131,7 +131,7 @@ def run_fairseq(
     words: Sequence[str],
     native: bool | Callable[[], bool] = False,
     complete: Callable[[list[str]], list[str]] | None = None,
-    announce: Callable[[], None] | None = None,
+    announce: Callable[[Request], None] | None = None,
     around: Callable[[Callable[[argparse.Namespace], Any], argparse.Namespace], None] | None = None,
 ) -> None:
     """Runs the module of ``fairseq_cli`` for a command on ``words``.
@@ -141,7 +141,8 @@ def run_fairseq(
         native: use fairseq's own model and trainer (see `lightseq_fairseq.cli.register`). A
             function is called when importing fairseq is allowed.
         complete: returns the final words; called when importing torch is allowed.
-        announce: called after the checks of the final words have passed.
+        announce: called after the checks of the final words have passed; may change numbers in
+            these words and in the parsed namespace.
         around: called instead of fairseq's ``main``, with ``main`` and its argument.
 
     Raises:

@@ -24,10 +24,14 @@ class Machine(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """The training data: sentences or pairs, and the tokens of each one's longer side."""
+    """The training data: sentences or pairs, and the tokens of each one's longer side.
+
+    batches: of all ranks together; None if they have not been counted.
+    """
 
     sentences: int
     tokens: int
+    batches: int | None = None
 
 
 class Choice(NamedTuple):
@@ -48,6 +52,8 @@ _WARM_UP = "--warmup-updates"
 _MANY_EPOCHS = 500
 _LANGUAGES = ("--encoder-langtok", "--decoder-langtok", "--langtoks")
 _RATE = ("--lr", "--lr-scheduler")
+# Their filled-in values depend on the number of updates.
+FITTED = (_WARM_UP, _LAST_OF_DECAY, "--lr-period-updates")
 
 
 def _choices(recipe: Recipe) -> tuple[Choice, ...]:
@@ -161,7 +167,7 @@ def _fitted(added: list[str], argv: Sequence[str], epoch: Epoch | None) -> list[
     updates = updates_of([*argv, *added], epoch)
     if updates is None:
         return added
-    fitted = dict.fromkeys((_LAST_OF_DECAY, "--lr-period-updates"), updates)
+    fitted = dict.fromkeys(FITTED[1:], updates)
     if warm_up := _number(value([*added, *argv], (_WARM_UP,))):
         if _WARM_UP in added:
             warm_up = min(warm_up, max(1, updates // 10))
@@ -170,29 +176,38 @@ def _fitted(added: list[str], argv: Sequence[str], epoch: Epoch | None) -> list[
 
 
 def updates_of(argv: Sequence[str], epoch: Epoch | None) -> int | None:
-    """The updates of a run, by its complete command: --max-update, or about those of --max-epoch;
-    None if they are not known.
+    """The updates of a run, by its complete command: --max-update, or those of --max-epoch, about
+    if the batches of ``epoch`` have not been counted; None if they are not known.
     """
     last = _number(value(argv, ("--max-update",)))
     epochs = _number(value(argv, ("--max-epoch",)))
     if not epochs or epoch is None:
         return last or None
-    updates = epochs * updates_of_epoch(argv, epoch)
+    each = updates_of_epochs(argv, epoch)
+    updates = sum(each[:epochs]) + each[-1] * max(0, epochs - len(each))
     return min(updates, last) if last else updates or None
 
 
-def updates_of_epoch(argv: Sequence[str], epoch: Epoch) -> int:
-    """About the updates of an epoch, by the complete command; 0 if they are not known."""
-    sentences, tokens, ranks, micro = (
-        _number(value(argv, flags))
-        for flags in (
-            _SENTENCES, ("--max-tokens",), ("--distributed-world-size",), ("--update-freq",)
-        )
-    )  # fmt: skip
-    batches = max(
-        epoch.sentences / sentences if sentences else 0, epoch.tokens / tokens if tokens else 0
+def updates_of_epochs(argv: Sequence[str], epoch: Epoch) -> list[int]:
+    """The updates of the first epochs, by the complete command; later ones have those of the last.
+    0 if they are not known.
+    """
+    ranks = _number(value(argv, ("--distributed-world-size",))) or 1
+    batches = math.ceil(_batches(argv, epoch) / ranks)
+    several = [_number(x) or 1 for x in (value(argv, ("--update-freq",)) or "").split(",")]
+    if is_given(argv, ("--skip-remainder-batch",)):
+        return [max(0, batches - 1) // micro for micro in several]
+    return [math.ceil(batches / micro) for micro in several]
+
+
+def _batches(argv: Sequence[str], epoch: Epoch) -> int:
+    """The batches of an epoch; if they have not been counted, as if batches had no padding."""
+    if epoch.batches is not None:
+        return epoch.batches
+    sentences, tokens = (_number(value(argv, flags)) for flags in (_SENTENCES, ("--max-tokens",)))
+    return math.ceil(
+        max(epoch.sentences / sentences if sentences else 0, epoch.tokens / tokens if tokens else 0)
     )
-    return math.ceil(math.ceil(batches) / ((ranks or 1) * (micro or 1)))
 
 
 def _number(text: str | None) -> int | None:
@@ -214,7 +229,7 @@ def reason(argv: Sequence[str], added: Sequence[str], recipe: Recipe) -> str | N
 def note_on_length(argv: Sequence[str], added: Sequence[str], epoch: Epoch | None) -> str | None:
     """A note if the recipe's number of updates is far too large for the data, else None."""
     last = _number(value(added, ("--max-update",)))
-    each = updates_of_epoch(argv, epoch) if epoch is not None else 0
+    each = updates_of_epochs(argv, epoch)[-1] if epoch is not None else 0
     if not last or not each or last < _MANY_EPOCHS * each:
         return None
     return (

@@ -82,6 +82,7 @@ def test_the_recipes_own_parts_may_be_named(named: str) -> None:
 
 
 EPOCH = Epoch(sentences=1000, tokens=40_960)
+COUNTED = EPOCH._replace(batches=13)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,11 @@ EPOCH = Epoch(sentences=1000, tokens=40_960)
         (f"{ARCH} --max-epoch 20 --batch-size 5", EPOCH, "400"),
         (f"{ARCH} --max-epoch 20 --distributed-world-size 2", EPOCH, "10"),
         (f"{ARCH} --max-epoch 20", None, "4000"),
+        # batches that have been counted
+        (f"{ARCH} --max-epoch 20", COUNTED, "26"),
+        (f"{ARCH} --max-epoch 20 --update-freq 2", COUNTED, "14"),
+        (f"{ARCH} --max-epoch 20 --update-freq 1,3,2 --distributed-world-size 2", COUNTED, "8"),
+        (f"{ARCH} --max-epoch 20 --update-freq 5 --skip-remainder-batch", COUNTED, "4"),
         # a rate that falls ends with the run
         (f"{ROBERTA} sentence_prediction --max-update 100", None, "10 100"),
         (f"{ROBERTA} sentence_prediction --max-epoch 4", EPOCH, "25 252"),
