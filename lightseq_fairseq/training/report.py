@@ -92,6 +92,8 @@ class Report:
         self._ended = resuming.ended(trainer, epochs)
         if self._ended is not None:
             self._log(f"nothing to train: {self._ended}; for a new run, set another --save-dir")
+        elif (idle := resuming.idle(trainer)) is not None:
+            self._log(f"note: {idle}")
         return extra_state, epochs
 
     def train(self, original: Callable[..., Any], cfg: Any, trainer: Any, *others: Any) -> Any:

@@ -7,11 +7,16 @@ have it in ``extra_state``, where fairseq ignores it.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from fairseq import trainer as native
 from fairseq.logging import metrics
-from fairseq.optim.lr_scheduler import polynomial_decay_schedule, reduce_lr_on_plateau
+from fairseq.optim.lr_scheduler import (
+    cosine_lr_scheduler,
+    polynomial_decay_schedule,
+    reduce_lr_on_plateau,
+    tri_stage_lr_scheduler,
+)
 from fairseq_cli import train
 
 from lightseq_fairseq.training import freezing, lora
@@ -143,7 +148,48 @@ def ended(trainer: Any, epochs: Any) -> str | None:
         flag, limit = "patience", patience
     else:
         return None
-    return f"{has}, and --{flag} is {limit:g}; to train on, raise --{flag}"
+    raised = f"--{flag}"
+    end = _end(trainer.lr_scheduler)
+    if end is not None and end.update <= updates:
+        raised += f" and, if the command has it, {end.flag} (at update {end.update:g} {end.what})"
+    return f"{has}, and --{flag} is {limit:g}; to train on, raise {raised}"
+
+
+def idle(trainer: Any) -> str | None:
+    """A note if the updates of a run that resumes change nothing; None if they do."""
+    end, rate = _end(trainer.lr_scheduler), native.Trainer.get_lr(trainer)
+    if rate != 0 or end is None or trainer.get_num_updates() < end.update:
+        return None
+    return (
+        f"the learning rate is 0 from update {end.update:g} on ({end.flag}), so training changes "
+        f"nothing: raise {end.flag}"
+    )
+
+
+class _End(NamedTuple):
+    """The end of a schedule: its update, the flag that moves it, and what happens there."""
+
+    update: float
+    flag: str
+    what: str
+
+
+def _end(schedule: Any) -> _End | None:
+    """The end of a schedule that a flag of its own sets; None if it has none.
+
+    Without these flags, cosine and tri_stage end at --max-update.
+    """
+    cfg = schedule.cfg
+    if isinstance(schedule, polynomial_decay_schedule.PolynomialDecayLRSchedule):
+        what = f"the learning rate is {cfg.end_learning_rate:g}"
+        return _End(cfg.total_num_update, "--total-num-update", what)
+    if isinstance(schedule, tri_stage_lr_scheduler.TriStageLRSchedule) and not cfg.phase_ratio:
+        update = cfg.warmup_steps + cfg.hold_steps + cfg.decay_steps
+        return _End(update, "--decay-steps", f"the learning rate is {schedule.final_lr:g}")
+    if isinstance(schedule, cosine_lr_scheduler.CosineLRSchedule) and cfg.lr_period_updates > 0:
+        update = cfg.warmup_updates + cfg.lr_period_updates
+        return _End(update, "--lr-period-updates", "the learning rate rises again")
+    return None
 
 
 def _lacking(schedule: Any) -> tuple[Any, tuple[str, ...]]:

@@ -168,6 +168,81 @@ def test_a_run_that_has_ended_trains_no_further(
     assert reason in said
 
 
+POLYNOMIAL = {"lr_scheduler": "polynomial_decay", "total_num_update": 4, "warmup_updates": None}
+
+
+def falls_to(rate: str, flag: str, update: int = 4) -> str:
+    return f" and, if the command has it, --{flag} (at update {update} the learning rate {rate})"
+
+
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [
+        (POLYNOMIAL, falls_to("is 0", "total-num-update")),
+        ({**POLYNOMIAL, "total_num_update": 5}, ""),
+        (
+            {**POLYNOMIAL, "end_learning_rate": 1e-3, "total_num_update": 3},
+            falls_to("is 0.001", "total-num-update", 3),
+        ),
+        (
+            {**POLYNOMIAL, "total_num_update": 7, "max_update": None, "max_epoch": 1},
+            falls_to("is 0", "total-num-update", 7),
+        ),
+        (
+            {"lr_scheduler": "cosine", "lr_period_updates": 3, "warmup_updates": 1},
+            falls_to("rises again", "lr-period-updates"),
+        ),
+        ({"lr_scheduler": "cosine", "warmup_updates": 1}, ""),
+        (
+            {**SCHEDULES["tri_stage"], "warmup_steps": 1, "hold_steps": 1, "decay_steps": 2},
+            falls_to("is 0.0001", "decay-steps"),
+        ),
+        (
+            {"lr_scheduler": "tri_stage", "phase_ratio": "(0.25,0.25,0.5)", "warmup_updates": None},
+            "",
+        ),
+        ({}, ""),
+    ],
+)
+def test_a_run_that_has_ended_names_the_end_of_its_schedule(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: dict[str, Any], more: str
+) -> None:
+    flags = {**runs.LS, "lr": 0.01, "max_update": 4, **flags}
+    runs.run(data, tmp_path, **flags)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    assert runs.run(data, tmp_path, **flags) == []
+    (raised,) = re.findall("to train on, raise --max-[a-z]+(.*); for a new run", caplog.text)
+    assert raised == more
+
+
+@pytest.mark.parametrize(
+    ("flags", "idle"),
+    [
+        ({}, True),
+        ({"total_num_update": 5}, False),
+        ({"end_learning_rate": 1e-3}, False),
+        ({"lr_scheduler": "inverse_sqrt", "total_num_update": None, "warmup_updates": 2}, False),
+    ],
+    ids=["ended", "later", "not to 0", "without an end"],
+)
+@pytest.mark.parametrize("native", [False, True])
+def test_a_run_past_the_end_of_its_schedule_is_noted(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: dict[str, Any], idle: bool,
+    native: bool,
+) -> None:  # fmt: skip
+    flags = {**(runs.NATIVE if native else runs.LS), **POLYNOMIAL, **flags}
+    runs.run(data, tmp_path, native, **flags, max_update=4)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    assert len(runs.run(data, tmp_path, native, **flags, max_update=6)) == 2
+    note = (
+        "note: the learning rate is 0 from update 4 on (--total-num-update), so training changes "
+        "nothing: raise --total-num-update"
+    )
+    assert re.findall("note: .*", caplog.text) == [note] * idle
+
+
 @pytest.mark.parametrize(
     ("reset", "epochs", "bad"),
     [
