@@ -50,6 +50,7 @@ _SENTENCES = ("--batch-size", "--max-sentences")
 _LAST_OF_DECAY = "--total-num-update"
 _WARM_UP = "--warmup-updates"
 _MANY_EPOCHS = 500
+_FEWER_FILES = ("--no-save", "--no-epoch-checkpoints", "--keep-last-epochs", "--save-interval")
 _LANGUAGES = ("--encoder-langtok", "--decoder-langtok", "--langtoks")
 _RATE = ("--lr", "--lr-scheduler")
 # Their filled-in values depend on the number of updates.
@@ -232,10 +233,14 @@ def note_on_length(argv: Sequence[str], added: Sequence[str], epoch: Epoch | Non
     each = updates_of_epochs(argv, epoch)[-1] if epoch is not None else 0
     if not last or not each or last < _MANY_EPOCHS * each:
         return None
+    saves = (
+        " Each epoch writes a checkpoint; with --no-epoch-checkpoints only the last and best stay."
+    )
+    saves *= not is_given(argv, _FEWER_FILES)
     return (
         f"An epoch of these data has about {each:,} updates, so the recipe's {last:,} are "
         f"{last // each:,} epochs: set --max-epoch or --max-update. docs/train.md (Amount of data) "
-        "says which model and flags fit small data."
+        f"says which model and flags fit small data.{saves}"
     )
 
 

@@ -140,6 +140,14 @@ def test_the_recipe_is_far_too_long_for_small_data(command: str, note: str | Non
     assert (found or "").startswith(note or "") and bool(found) == bool(note)
 
 
+@pytest.mark.parametrize("given", ["", "--no-epoch-checkpoints", "--keep-last-epochs=5"])
+def test_many_epochs_are_many_files(given: str) -> None:
+    words = f"{ARCH} {given}".split()
+    added = defaults.missing(words, CPU, epoch=EPOCH)
+    note = defaults.note_on_length([*words, *added], added, EPOCH)
+    assert note is not None and ("writes a checkpoint; with --no-epoch" in note) == (not given)
+
+
 def test_a_period_of_the_rate_ends_with_the_run() -> None:
     found = added(f"{TEXT} --max-update 500", adaptive=True)
     assert "--lr-period-updates 450 " in found and "--warmup-updates 50 " in found
