@@ -19,6 +19,7 @@ from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
 from lightseq_fairseq.cli.translate.text_output import output_text, text_output
+from lightseq_fairseq.cli.translate.unknown_words import counted
 from lightseq_fairseq.cli.words.argv import is_given
 from lightseq_fairseq.fairseq_compat import scoring
 
@@ -95,7 +96,7 @@ def _translate(
 
             several_gpus.translate(args, out)
         else:
-            with contextlib.redirect_stdout(out), left_on_cpu():
+            with contextlib.redirect_stdout(out), left_on_cpu(), counted(out.unknown):
                 fairseq_main(looked_up_once(args))
         if plain is not None:
             plain.writelines(f"{line}\n" for line in out.output.texts())

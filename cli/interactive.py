@@ -17,9 +17,10 @@ import click
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks.trained_task import with_task
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
-from lightseq_fairseq.cli.translate.output import Lines, UnknownWords
+from lightseq_fairseq.cli.translate.output import Lines
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.translate.text_output import output_text, text_output
+from lightseq_fairseq.cli.translate.unknown_words import UnknownWords, counted
 from lightseq_fairseq.cli.words.argv import is_given, is_native, with_options
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.lines import buffered_read
@@ -63,12 +64,11 @@ class _AtOnce(Lines):
 
     def __init__(self, texts: TextIO | None) -> None:
         self.terminal, self.texts, self.written = sys.stdout, texts, 0
-        self.unknown = UnknownWords()
+        self.sources = 0
 
     def line(self, line: str) -> None:
         print(line, file=self.terminal, flush=True)
-        if line.startswith("S-"):
-            self.unknown.count(line)
+        self.sources += line.startswith("S-")
         found = re.match(r"D-(\d+)\t.*?\t(.*)", line)
         if self.texts and found and int(found[1]) >= self.written:
             skipped = int(found[1]) - self.written
@@ -77,30 +77,37 @@ class _AtOnce(Lines):
 
 
 def _translate(texts: TextIO | None, fairseq_main: Callable[[Any], None], cfg: Any) -> None:
-    out = _AtOnce(texts)
+    out, unknown = _AtOnce(texts), UnknownWords()
     try:
         with (
             contextlib.redirect_stdout(out),
             patching.within("fairseq_cli.interactive:buffered_read", buffered_read),
         ):
-            (fairseq_main if is_native() else _answer)(cfg)
+            if is_native():
+                with counted(unknown):
+                    fairseq_main(cfg)
+            else:
+                _answer(cfg, unknown)
     except Exception as error:
         # fairseq's number is the index in the buffer; add the number of lines before the buffer.
         found = re.match(r"Size of sample #(\d+)", str(error))
         if found is None:
             raise
-        number = out.unknown.sources + int(found[1])
+        number = out.sources + int(found[1])
         text = f"Size of sample #{number}{str(error)[found.end() :]}"
         raise type(error)(text).with_traceback(error.__traceback__) from error
     finally:
-        if (note := out.unknown.sentence()) is not None:
+        if (note := unknown.sentence()) is not None:
             subwords = "--bpe subword_nmt --bpe-codes FILE --remove-bpe"
             advice = "" if cfg.bpe else f" For subwords of subword-nmt, add {subwords}."
             click.echo(f"lightseq-interactive: note: {note}{advice}", err=True)
 
 
-def _answer(cfg: Any) -> None:
-    """Prints the lines of ``fairseq_cli.interactive.main``; ``cfg`` is its argument."""
+def _answer(cfg: Any, unknown: UnknownWords) -> None:
+    """Prints the lines of ``fairseq_cli.interactive.main``, and counts its unknown words.
+
+    cfg: the argument of ``main``.
+    """
     began, translating, count = time.perf_counter(), 0.0, 0
     batches, buffer = cfg.dataset, max(cfg.interactive.buffer_size, 1)
     if batches.max_tokens is None and batches.batch_size is None:
@@ -118,7 +125,7 @@ def _answer(cfg: Any) -> None:
     logger.info("NOTE: hypothesis and token scores are output in base 2")
     logger.info("Type the input sentence and press return:")
     for lines in buffered_read(cfg.interactive.input, buffer):
-        for number, translation in enumerate(search.translate(lines), count):
+        for number, translation in enumerate(search.translate(lines, unknown), count):
             translating += translation.seconds
             _print(number, translation)
         count += len(lines)

@@ -265,6 +265,8 @@ PATCHES = (
         "fairseq-generate waits for the GPU once per sentence that it prints"),
     Patch("scoped", "fairseq.tasks:FairseqTask.build_generator",
         "cli.translate.cpu_samples:left_on_cpu", "finds out whether our search is used"),
+    Patch("scoped", "fairseq.tasks:FairseqTask.build_generator",
+        "cli.translate.unknown_words:counted", "counts the source tokens that are <unk>"),
     Patch("scoped", "fairseq.logging.progress_bar:progress_bar",
         "cli.translate.several_gpus:translate", "several GPUs: splits the output after each batch"),
     Patch("scoped", "fairseq.checkpoint_utils:verify_checkpoint_directory", "training.process:main",

@@ -37,6 +37,8 @@ def left_on_cpu() -> Iterator[None]:
 
     with (
         patching.within("fairseq.utils:move_to_cuda", move_to_cuda),
-        patching.within("fairseq.tasks:FairseqTask.build_generator", build_generator),
+        patching.within(
+            "fairseq.tasks:FairseqTask.build_generator", build_generator, by="cli.translate.cpu"
+        ),
     ):
         yield

@@ -14,6 +14,7 @@ import sys
 from typing import Any, TextIO
 
 from lightseq_fairseq.cli import score
+from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 
 _SENTENCE = re.compile(r"([A-Z])-\d+(?:_\d+)?\t")
 
@@ -34,30 +35,6 @@ class Lines(io.TextIOBase):
 
     def line(self, line: str) -> None:
         raise NotImplementedError
-
-
-class UnknownWords:
-    """Counts the tokens of sources, words or subwords, that are not in the dictionary."""
-
-    def __init__(self) -> None:
-        self.sources = self.words = self.unknown = 0
-
-    def count(self, line: str) -> None:
-        """Counts the words of a line ``S-<n>`` of a generation."""
-        words = line.partition("\t")[2].split()
-        self.sources += 1
-        self.words += len(words)
-        self.unknown += sum("<unk>" in word for word in words)  # a word may be joined from subwords
-
-    def sentence(self) -> str | None:
-        """A note for the user, or None if there were no unknown words to report."""
-        if not self.unknown:
-            return None
-        are, were = ("is", "was") if self.unknown == 1 else ("are", "were")
-        return (
-            f"{self.unknown} of the {self.words} source tokens {are} not in the dictionary and "
-            f"{were} read as <unk>: prepare the text as the training data were prepared."
-        )
 
 
 class GenerationOutput(Lines):
@@ -91,8 +68,6 @@ class GenerationOutput(Lines):
             return
         if kind[1] in self.output.sentences:
             self.output.add(line)
-        elif kind[1] == "S":
-            self.unknown.count(line)
         if self.quiet:
             return
         if self.file:

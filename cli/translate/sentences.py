@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import messages
+from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 from lightseq_fairseq.generation.texts import Hypothesis, Translation
 
 if TYPE_CHECKING:
@@ -153,8 +154,8 @@ class Search:
             self._generator, "symbols_to_strip_from_output", {loaded.task.target_dictionary.eos()}
         )
 
-    def translate(self, lines: Sequence[str]) -> list[Translation]:
-        """The translations of ``lines``, in their order.
+    def translate(self, lines: Sequence[str], unknown: UnknownWords) -> list[Translation]:
+        """The translations of ``lines``, in their order; ``unknown`` counts their tokens.
 
         Raises:
             UserError: a line is longer than --max-tokens.
@@ -168,7 +169,10 @@ class Search:
             return encoded[-1]
 
         tokens, _ = self._loaded.task.get_interactive_tokens_and_lengths(texts, encode)
-        return self._found(tokens, constraints, encoded)
+        found = self._found(tokens, constraints, encoded)
+        for each in tokens:
+            unknown.count(each, self._loaded.task.source_dictionary)
+        return found
 
     def of_numbers(self, prompts: Sequence[Sequence[int]]) -> list[Translation]:
         """Like `translate`, for prompts that are lists of token ids without eos."""

@@ -20,6 +20,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput, Lines
+from lightseq_fairseq.cli.translate.unknown_words import UnknownWords, counted
 from lightseq_fairseq.fairseq_compat import patching
 
 _LOOK_AGAIN_S = 1.0
@@ -47,10 +48,12 @@ def translate(args: Namespace, sentences: GenerationOutput) -> None:
     )
     try:
         # All shards have the same number of batches; the last ones may be empty.
-        while None not in (batches := [_next(q, processes) for q in queues]):
+        while not isinstance((batches := [_next(q, processes) for q in queues])[0], UnknownWords):
             for lines in batches:
                 for line in lines:
                     sentences.line(line)
+        for unknown in batches:
+            sentences.unknown.add(unknown)
         while not processes.join():
             pass
     finally:
@@ -63,7 +66,7 @@ def translate(args: Namespace, sentences: GenerationOutput) -> None:
 
 
 def _next(batches: Any, processes: Any) -> Any:
-    """The lines of a shard's next batch, or None at its end."""
+    """The lines of a shard's next batch; at its end the `UnknownWords` of all its batches."""
     while True:
         try:
             return batches.get(timeout=_LOOK_AGAIN_S)
@@ -113,7 +116,7 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
 
     # Fork the loader's workers, as in a single process: spawned ones would import fairseq again.
     multiprocessing.set_start_method("fork", force=True)
-    out = _Batches(rank, queues[rank])
+    out, unknown = _Batches(rank, queues[rank]), UnknownWords()
 
     def progress_bar(original: Callable[..., Any], *args: Any, **options: Any) -> _Progress:
         return _Progress(original(*args, **options), out)
@@ -128,6 +131,7 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
         with (
             contextlib.redirect_stdout(out),
             left_on_cpu(),
+            counted(unknown),
             patching.within(
                 "fairseq.logging.progress_bar:progress_bar", progress_bar, by="cli.translate"
             ),
@@ -136,4 +140,4 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
     except ZeroDivisionError:  # fairseq's speed report, if a shard has no batch
         if out.translated:
             raise
-    queues[rank].put(None)
+    queues[rank].put(unknown)

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.translate.sentences import seed
+from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 from lightseq_fairseq.generation.texts import Hypothesis
 from lightseq_fairseq.python.pretrained import Kind, Pretrained
 
@@ -83,6 +84,8 @@ class LanguageModel(Pretrained):
             UserError: there is no prompt, one is too long for the model or contains something other
                 than numbers of tokens, or an option cannot be used.
         """
+        import torch
+
         from lightseq_fairseq.fairseq_compat import deprecations
 
         is_one = isinstance(prompts, str) or _are_numbers(prompts)
@@ -100,11 +103,11 @@ class LanguageModel(Pretrained):
             if "seed" in options:
                 seed(configuration)
             found = [list(each.hypotheses) for each in search.of_numbers(numbers)]
-        self._warn(
-            self._loaded.task.source_dictionary.string(tokens)
-            for tokens, prompt in zip(numbers, given)
-            if isinstance(prompt, str)
-        )
+        unknown = UnknownWords()
+        for tokens, prompt in zip(numbers, given):
+            if isinstance(prompt, str):
+                unknown.count(torch.tensor(tokens), self._loaded.task.source_dictionary)
+        self._warn(unknown)
         return found[0] if is_one else found
 
     def _checked(self, number: int, prompt: Any) -> list[int]:

@@ -17,8 +17,8 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request, messages, parsing, trained_task
 from lightseq_fairseq.cli.start import launch
-from lightseq_fairseq.cli.translate.output import UnknownWords
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
+from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 from lightseq_fairseq.cli.words import command_lines
 from lightseq_fairseq.cli.words.argv import flag_of
 
@@ -153,11 +153,8 @@ class Pretrained:
         words = [folder, "--path", os.pathsep.join(paths), "--distributed-world-size", "1"]
         return cls(words, options, native)
 
-    def _warn(self, sources: Iterable[str]) -> None:
+    def _warn(self, unknown: UnknownWords) -> None:
         """Warn of words that are not in the dictionary, as the command does by a note."""
-        unknown = UnknownWords()
-        for source in sources:
-            unknown.count(f"S-0\t{source}")
         if (sentence := unknown.sentence()) is not None:
             subwords = 'bpe="subword_nmt", bpe_codes=FILE, remove_bpe=True to from_pretrained()'
             advice = (

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.translate.sentences import seed
+from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 from lightseq_fairseq.generation.texts import Hypothesis, Translation
 from lightseq_fairseq.python.pretrained import Kind, Pretrained
 
@@ -68,11 +69,12 @@ class Translator(Pretrained):
 
         lines = _lines([sentences] if isinstance(sentences, str) else sentences)
         configuration, search = self._search(options)
+        unknown = UnknownWords()
         with self._explained(), deprecations.silenced():
             if "seed" in options:
                 seed(configuration)
-            found = search.translate(lines)
-        self._warn(translation.source for translation in found)
+            found = search.translate(lines, unknown)
+        self._warn(unknown)
         return found[0] if isinstance(sentences, str) else found
 
 

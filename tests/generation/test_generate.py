@@ -191,10 +191,13 @@ def test_one_shard_as_in_fairseq(place: Path, plain: str) -> None:
     assert sorted(itertools.chain(*shards)) == sorted(sentences(plain))
 
 
-def test_unknown_words_are_told(place: Path) -> None:
-    result = generate(place, data="new")
+@pytest.mark.parametrize("flags", ["", "--native", "--distributed-world-size 2"])
+def test_unknown_words_are_told(place: Path, flags: str) -> None:
+    """Also if the printed words are joined from several tokens."""
+    result = generate(place, "--remove-bpe", "sentencepiece", *flags.split(), data="new")
     note = "2 of the 5 source tokens are not in the dictionary"
     assert result.exit_code == 0 and note in result.stderr
+    assert "S-0\tw1<unk>w2\n" in result.stdout
     assert "not in the dictionary" not in generate(place).stderr
 
 
@@ -305,6 +308,16 @@ def test_bad_lines(place: Path, tmp_path: Path) -> None:
     result = interactive(place, "--input", lines)
     assert result.exit_code == 2
     assert "The text is not UTF-8 (byte 0xdf in position" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flags", ["", "--native", "--buffer-size 2 --batch-size 2"])
+def test_unknown_words_of_lines(place: Path, tmp_path: Path, flags: str) -> None:
+    (tmp_path / "lines").write_text("w1 unheard w2\nof w3\n")
+    words = ["--input", tmp_path / "lines", "--remove-bpe", "sentencepiece", *flags.split()]
+    result = interactive(place, *words)
+    note = "2 of the 5 source tokens are not in the dictionary"
+    assert result.exit_code == 0 and note in result.stderr
+    assert of_kind(result.stdout, "S") == ["w1<unk>w2", "<unk>w3"]
 
 
 def test_one_process_reads_the_input() -> None:

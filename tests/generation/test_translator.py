@@ -381,9 +381,12 @@ def test_on_a_gpu(toy: Toy, translator: Translator, precision: dict[str, Any]) -
             assert a.text == b.text and a.score == pytest.approx(b.score, abs=0.1)
 
 
-def test_words_that_are_not_in_the_dictionary_are_a_warning(translator: Translator) -> None:
+@pytest.mark.parametrize("options", [{}, {"remove_bpe": "sentencepiece"}])
+def test_words_that_are_not_in_the_dictionary_are_a_warning(
+    translator: Translator, options: dict[str, str]
+) -> None:
     with pytest.warns(UserWarning, match="1 of the 2 source tokens is not.*, bpe_codes=FILE, "):
-        translator.translate("eins unbekannt")
+        translator.translate("eins unbekannt", **options)
 
 
 def test_the_device_has_pythons_names() -> None:
