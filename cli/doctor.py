@@ -124,7 +124,7 @@ def gpus(problems: list[Problem]) -> Facts:
             text = (
                 f"The GPU (sm_{major}{minor}) is not used, because torch {torch.__version__} is "
                 "built without CUDA: install a torch with CUDA, then compile the kernels "
-                f"({library.BUILD_COMMAND} in a checkout)."
+                f"({library.BUILD_COMMAND} in a clone)."
             )
         elif listed:
             text = (
@@ -183,7 +183,7 @@ def kernels(problems: list[Problem]) -> Facts:
     status = library.load()
     if torch.cuda.is_available() and status.references:
         names = f" for {', '.join(status.references)}" if status.kernels else ""
-        why = status.reason or f"`{library.BUILD_COMMAND}` in a checkout compiles what is missing"
+        why = status.reason or f"`{library.BUILD_COMMAND}` in a clone compiles what is missing"
         compiler = "" if nvcc([]) else f" That needs nvcc {torch.version.cuda}, which is not found."
         text = f"PyTorch code replaces the kernels{names} on this GPU: {why}.{compiler}"
         problems.append(Problem("slow", text))
@@ -280,12 +280,13 @@ def _links(found: Facts) -> str:
 def _kernels(facts: dict[str, Facts]) -> str:
     found = facts["kernels"]
     count = f"{len(found['available'])} of {len(found['available']) + len(found['missing'])}"
+    if not facts["gpus"]:
+        compiled = f" for {', '.join(found['architectures'])}" if found["available"] else ""
+        return f"{count}{compiled}, unused without a GPU"
     if not found["available"]:
         return f"{count}: {found['reason']}"
-    if facts["gpus"]:
-        architectures = sorted({gpu["architecture"] for gpu in facts["gpus"]})
-        return f"{count} for {', '.join(architectures)}"
-    return f"{count} for {', '.join(found['architectures'])}, unused without a GPU"
+    architectures = sorted({gpu["architecture"] for gpu in facts["gpus"]})
+    return f"{count} for {', '.join(architectures)}"
 
 
 def details(facts: dict[str, Facts]) -> Iterator[tuple[str, str]]:

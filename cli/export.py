@@ -45,7 +45,7 @@ QUANTIZATIONS = (
 @click.option(
     "--tokenizer", metavar="FOLDER", type=click.Path(path_type=Path),
     help="Folder of transformers whose tokenizer the model uses, with --to huggingface: its files "
-    "are copied  [default: none]",
+    "are copied  [default: the tokenizer in the folder with the dictionaries, if it has one]",
 )  # fmt: skip
 def main(
     source: Path, to: str, output: Path | None, force: bool, data: str | None,

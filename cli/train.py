@@ -26,8 +26,9 @@ from lightseq_fairseq.cli.words.argv import ARCH, is_given, value, with_options,
     "--pack-tokens",
     is_flag=True,
     help="Count only real tokens, not pads, when batches are filled up to --max-tokens, so that "
-    "batches are larger than fairseq's. For archs that begin with ls_transformer. --batch-size "
-    "still applies, --required-batch-size-multiple does not. Validation keeps fairseq's batches.",
+    "batches are larger than fairseq's. For translation models and BART, with an arch that "
+    "begins with ls_. --batch-size still applies, --required-batch-size-multiple does not. "
+    "Validation keeps fairseq's batches.",
 )
 @click.option(
     "--fp8",

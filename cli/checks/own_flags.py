@@ -54,8 +54,8 @@ def pack_tokens(request: Request) -> None:
 
     if is_native() or not getattr(ARCH_MODEL_REGISTRY.get(args.arch), "packs_tokens", False):
         raise UserError(
-            "--pack-tokens needs a model that trains on packed tokens: use an --arch that begins "
-            "with ls_transformer, without --native, or remove --pack-tokens."
+            "--pack-tokens needs a translation model or BART that trains on packed tokens: use an "
+            "--arch that begins with ls_, without --native, or remove --pack-tokens."
         )
     if not ARCH_MODEL_REGISTRY[args.arch].family.packs_pairs:
         # The flag would not reach the model anyway: if a model's configuration is a dataclass,

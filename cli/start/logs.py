@@ -22,7 +22,8 @@ LEVELS = ("debug", "info", "warning", "error")
 # Logger, or a parent of it -> how the messages begin that the terminal does not show.
 # Lines before an error for which we have a sentence, and a false one.
 _NEVER = {
-    "fairseq_cli.generate": "If you are using BPE",  # and --sacrebleu: our BLEU is that of words
+    # and --sacrebleu: our BLEU is sacrebleu's
+    "fairseq_cli.generate": "If you are using BPE|BLEU score is being computed by splitting",
     "fairseq.dataclass.utils": "Error when composing. Overrides:",  # and the whole configuration
     "fairseq_cli.hydra_train": "Failed to get config name",
     "torch.multiprocessing.spawn": "Terminating process",

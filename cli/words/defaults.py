@@ -224,7 +224,7 @@ def reason(argv: Sequence[str], added: Sequence[str], recipe: Recipe) -> str | N
     flag = "--max-epoch" if is_given(argv, ("--max-epoch",)) else "--max-update"
     given = f"{flag} {value(argv, (flag,))}"
     updates = "1 update" if warm_up == "1" else f"{warm_up} updates"
-    return f"warm-up: {updates}, a tenth of the run ({given}); the recipe's are {usual}"
+    return f"warm-up: {updates}, a tenth of the run ({given}); the recipe has {usual}"
 
 
 def note_on_length(argv: Sequence[str], added: Sequence[str], epoch: Epoch | None) -> str | None:

@@ -110,7 +110,7 @@ def find(directory: Path, cuda: str | None) -> Path:
         what = f"the CUDA build was skipped: {skipped.read_text().strip()}"
     else:
         what = "the CUDA kernels have not been compiled"
-    raise FileNotFoundError(f"{what}; `{BUILD_COMMAND}` in a checkout compiles them")
+    raise FileNotFoundError(f"{what}; `{BUILD_COMMAND}` in a clone compiles them")
 
 
 def _attach(directory: Path) -> Status:
@@ -127,7 +127,7 @@ def _attach(directory: Path) -> Status:
         if gpu is not None and not covers(architectures, gpu, acts_as):
             raise FileNotFoundError(
                 f"{path} was compiled for sm_{', sm_'.join(architectures)}, but the GPU in use is "
-                f"sm_{gpu[0]}{gpu[1]}; `{BUILD_COMMAND}` in a checkout compiles for the machine's "
+                f"sm_{gpu[0]}{gpu[1]}; `{BUILD_COMMAND}` in a clone compiles for the machine's "
                 "GPUs, from sm_80 on"
             )
         torch.ops.load_library(str(path))
@@ -140,7 +140,7 @@ def _attach(directory: Path) -> Status:
     missing = tuple(name for name in REFERENCES if name not in kernels)
     why = reason or (
         f"{path} was compiled from older sources and has no kernel for {', '.join(missing)}; "
-        f"`{BUILD_COMMAND}` in a checkout compiles it again"
+        f"`{BUILD_COMMAND}` in a clone compiles it again"
     )
     for name in missing:
         _IMPLEMENTATIONS.impl(name, _with_warning(REFERENCES[name], why), "CUDA")

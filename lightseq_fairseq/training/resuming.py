@@ -139,7 +139,8 @@ def ended(trainer: Any, epochs: Any) -> str | None:
     if 0 < limits.max_update <= updates:
         has, flag, limit = f"the checkpoint has {updates} updates", "max-update", limits.max_update
     elif 0 < limits.max_epoch <= epoch:
-        has, flag, limit = f"the checkpoint has {epoch} epochs", "max-epoch", limits.max_epoch
+        # fairseq's line "Loaded checkpoint" has the epoch that comes next.
+        has, flag, limit = f"the run has finished epoch {epoch}", "max-epoch", limits.max_epoch
     elif 0 < limits.stop_time_hours < hours:
         has = f"the checkpoint has {hours:g} hours of training"
         flag, limit = "stop-time-hours", limits.stop_time_hours

@@ -51,7 +51,9 @@ def test_this_installation_can_train():
 
 
 def test_without_a_gpu_it_says_what_runs_in_its_place():
-    assert "\nslow: There is no GPU: PyTorch code runs on the CPU" in run()
+    said = run()
+    assert "\nslow: There is no GPU: PyTorch code runs on the CPU" in said
+    assert "unused without a GPU\n" in said and "build_cuda" not in said
 
 
 def test_details():
@@ -123,8 +125,10 @@ def test_skipped_build_is_repeated(monkeypatch):
     assert problems(doctor.kernels, "slow") == []
     kernels = doctor.kernels([])
     assert kernels["missing"] == ["adam_step"] and kernels["available"] == []
-    facts = {"kernels": kernels, "gpus": []}
+    facts = {"kernels": kernels, "gpus": [{"architecture": "sm_90"}]}
     assert doctor._kernels(facts) == "0 of 1: the CUDA build was skipped: no nvcc"
+    facts["gpus"] = []
+    assert doctor._kernels(facts) == "0 of 1, unused without a GPU"
 
 
 @pytest.mark.parametrize("compiler", [None, {"version": "13.0", "path": "nvcc"}])

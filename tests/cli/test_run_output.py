@@ -108,7 +108,7 @@ def test_the_learning_rate_arrives_in_a_short_run(
     words = [*TINY, "--batch-size", "4", "--max-epoch", "3", "--max-update", "0", *given]
     out = cli_runs.succeed("train", data, *words, "--save-dir", tmp_path)
     lines = [line for line in out.splitlines() if line.startswith("# warm-up")]
-    said = "# warm-up: 3 updates, a tenth of the run (--max-epoch 3); the recipe's are 4000"
+    said = "# warm-up: 3 updates, a tenth of the run (--max-epoch 3); the recipe has 4000"
     assert lines == ([] if given else [said])
     state = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
     (group,) = state["last_optimizer_state"]["param_groups"]

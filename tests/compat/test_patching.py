@@ -85,7 +85,8 @@ def test_plugins_change_nothing_in_fairseq_but_its_registries() -> None:
         "from lightseq_fairseq.plugins.flat_model import FlatModel\n"
         "class Native:\n"
         "    build_model = classmethod(lambda cls, args, task: Namespace())\n"
-        "type('Model', (FlatModel, Native), {'family': TRANSLATION}).build_model(Namespace(), None)",
+        "model = type('Model', (FlatModel, Native), {'family': TRANSLATION})\n"
+        "model.build_model(Namespace(), None)",
     ],
     ids=["--user-dir", "a model is built"],
 )

@@ -26,6 +26,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
 from lightseq_fairseq.cli.interactive import _one_process
+from lightseq_fairseq.cli.start import logs
 
 COUNT = SPLITS["test"]
 FLAGS = shlex.split("--cpu --beam 2 --batch-size 1 --max-len-b 5 --num-workers 0")
@@ -199,6 +200,19 @@ def test_unknown_words_are_told(place: Path, flags: str) -> None:
     assert result.exit_code == 0 and note in result.stderr
     assert "S-0\tw1<unk>w2\n" in result.stdout
     assert "not in the dictionary" not in generate(place).stderr
+
+
+@pytest.mark.parametrize("flags", ["", "--remove-bpe"])
+def test_no_warning_about_the_score_of_fairseq(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: str
+) -> None:
+    """fairseq warns that its score is not sacrebleu's; ours is."""
+    (tmp_path / "codes").write_text("#version: 0.2\nw 1\n")
+    words = ["--bpe", "subword_nmt", "--bpe-codes", tmp_path / "codes", *flags.split()]
+    result = generate(place, *words)
+    assert result.exit_code == 0, result.stderr[-3000:]
+    (false,) = (line for line in caplog.records if "--sacrebleu" in line.getMessage())
+    assert not logs.is_shown(false)
 
 
 def test_references_of_another_test_set(place: Path, plain: str, tmp_path: Path) -> None:

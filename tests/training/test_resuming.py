@@ -144,7 +144,10 @@ FALLING = {"lr_scheduler": "step", "lr_deacy_period": 5, "warmup_updates": None}
     ("flags", "reason"),
     [
         ({"max_update": 4}, "the checkpoint has 4 updates, and --max-update is 4; to train on,"),
-        ({"max_epoch": 1}, "the checkpoint has 1 epochs, and --max-epoch is 1; to train on, raise"),
+        (
+            {"max_epoch": 1},
+            "the run has finished epoch 1, and --max-epoch is 1; to train on,",
+        ),
         ({"stop_time_hours": 1e-9}, "and --stop-time-hours is 1e-09; to train on, raise --stop-t"),
         (
             WORSE,
