@@ -54,6 +54,7 @@ class Report:
     def __init__(self) -> None:
         self._trainer: Any = None
         self._ended: str | None = None  # why there is nothing to train
+        self._diverged = False  # a validation loss was NaN
         self._step = ""  # the last line about the step
         self._tokens = 0.0
         self._updates = 0
@@ -133,6 +134,13 @@ class Report:
         losses, should_stop = original(*arguments)
         now = time.perf_counter()
         self._seconds -= now - began
+        if not self._diverged and any(loss != loss for loss in losses):  # NaN alone differs
+            self._diverged = True
+            self._log(
+                "note: the validation loss is NaN: training has diverged, and its checkpoints are "
+                "of no use from now on; lower --lr, or begin with an earlier checkpoint: "
+                "docs/faq.md (My loss is NaN)"
+            )
         if not should_stop and (losses != [None] or now >= self._next):
             self._log(*self._progress(arguments[0], arguments[3], now))
             self._next = 2 * now - self._began

@@ -147,3 +147,15 @@ def test_tensorboard_counts_updates(
         lines = [json.loads(text) for name, text in log if name == kind]
         losses = [(int(x[f"{start}num_updates"]), float(x[f"{start}loss"])) for x in lines]
         assert found[kind, "loss"] == losses
+
+
+@pytest.mark.parametrize(("rate", "notes"), [("1e38", 1), ("1e-3", 0)])
+def test_a_validation_loss_of_nan_is_noted(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, rate: str, notes: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    runs.run(
+        data, tmp_path, **runs.LS, lr=float(rate), max_update=1, disable_validation=None,
+        warmup_updates=None, lr_scheduler="fixed",
+    )  # fmt: skip
+    assert caplog.text.count("note: the validation loss is NaN") == notes
