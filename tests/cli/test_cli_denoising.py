@@ -56,7 +56,10 @@ def run(
     words = [data[task], "--task", task, "--arch", f"ls_{TASKS[task]}", *SIZE]
     words += ["--max-epoch", "15", "--lr", "0.02", "--tokens-per-sample", "24"]
     words += ["--max-tokens", "192", "--save-dir", folder, "--no-epoch-checkpoints"]
+    level = logging.root.level
+    logging.root.setLevel(logging.INFO)  # as fairseq does, where no test has made it a logger
     result = cli_runs.run("train", *words)
+    logging.root.setLevel(level)
     assert result.exit_code == 0, result.output
     log = (folder / "lightseq-train.log").read_text()
     return task, folder / "checkpoint_last.pt", result.output + log
