@@ -57,7 +57,7 @@ def run(
     words += ["--max-epoch", "15", "--lr", "0.02", "--tokens-per-sample", "24"]
     words += ["--max-tokens", "192", "--save-dir", folder, "--no-epoch-checkpoints"]
     level = logging.root.level
-    logging.root.setLevel(logging.INFO)  # as fairseq does, where no test has made it a logger
+    logging.root.setLevel(logging.INFO)  # as fairseq does, but not under pytest
     result = cli_runs.run("train", *words)
     logging.root.setLevel(level)
     assert result.exit_code == 0, result.output
