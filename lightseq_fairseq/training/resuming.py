@@ -180,7 +180,7 @@ def _end(schedule: Any) -> _End | None:
 
     Without these flags, cosine and tri_stage end at --max-update.
     """
-    cfg = schedule.cfg
+    cfg: Any = getattr(schedule, "cfg", None)  # manual has none
     if isinstance(schedule, polynomial_decay_schedule.PolynomialDecayLRSchedule):
         what = f"the learning rate is {cfg.end_learning_rate:g}"
         return _End(cfg.total_num_update, "--total-num-update", what)
