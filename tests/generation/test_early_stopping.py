@@ -52,15 +52,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     name, noise, of_eos = request.param  # so that hypotheses end at many lengths
     kind, folder = KINDS[name], tmp_path_factory.mktemp(name)
     theirs = hugging_face.make(kind, folder / "theirs")
-    eos, generator = theirs.config.eos_token_id, torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter_name, parameter in theirs.named_parameters():
-            if "embed_positions" not in parameter_name:
-                parameter += noise * torch.randn(parameter.shape, generator=generator)
-        if kind.model.startswith("Marian"):
-            theirs.final_logits_bias[0, eos] = of_eos
-        else:
-            theirs.model.shared.weight[eos] *= of_eos
+    hugging_face.stir(theirs, noise, of_eos)
     theirs.save_pretrained(folder / "theirs")
     cli_runs.succeed("import_", folder / "theirs", folder / "imported")
     data = hugging_face.data(kind, folder / "imported", folder / "text")

@@ -233,6 +233,19 @@ def make(kind: Kind, folder: Path) -> Any:
     return model
 
 
+def stir(model: Any, noise: float, of_eos: float) -> None:
+    """Adds noise to the weights, and makes </s> likelier: so texts differ and end."""
+    eos, generator = model.config.eos_token_id, torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_positions" not in name:
+                parameter += noise * torch.randn(parameter.shape, generator=generator)
+        if type(model).__name__.startswith("Marian"):
+            model.final_logits_bias[0, eos] = of_eos
+        else:
+            model.model.shared.weight[eos] *= of_eos
+
+
 def load(folder: Path) -> Any:
     """The model in a folder; all its parameters are in the file, and no others."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
