@@ -32,6 +32,7 @@ _SUBMODULES = (
     "plugins",  # model, criterion and optimizer, registered with fairseq
     "startup",  # makes import fairseq work everywhere in this environment
     "fairseq_compat",  # makes fairseq importable on a current Python and torch
+    "huggingface",  # models of transformers, computed by our layers
     "step",  # packed batch -> loss -> gradients -> update
     "generation",  # translation and text generation by a trained model
     "layers",  # embedding -> encoder -> decoder -> criterion, forward and backward

@@ -353,7 +353,7 @@ def _room(rows: int) -> int:
 
 
 def _scale(block: MultiheadAttention) -> float:
-    return (block.out_proj.in_features // block.num_heads) ** -0.5
+    return (block.q_proj.out_features // block.num_heads) ** -0.5
 
 
 def _cross_weights(

@@ -129,7 +129,7 @@ def merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def adapter_of(linear: nn.Linear) -> Adapter | None:
+def adapter_of(linear: Any) -> Adapter | None:
     """The adapter of a layer, if it has one."""
     found: Adapter | None = getattr(linear, "lora", None)
     return found

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.adapter import adapter_of
 from lightseq_fairseq.layers.node import Input
+from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.stack import Sublayer
-from lightseq_fairseq.layers.weight import Weight
+from lightseq_fairseq.layers.weight import Projection, Weight
 from lightseq_fairseq.memory.gradients import Gradients
 from lightseq_fairseq.memory.packing import Segments
 from lightseq_fairseq.ops import Dropout
@@ -75,7 +76,69 @@ class Attention(Sublayer):
         return y.unflatten(1, (self.heads, -1)), keys, values
 
 
-class MultiheadAttention(nn.Module):
+class AttentionParts:
+    """The projections of one attention block, in fairseq's modules or in another library's.
+
+    Attributes:
+        q_proj, k_proj, v_proj, out_proj: its projections.
+        num_heads: H.
+        dropout: rate for the attention probabilities, if ``training``.
+    """
+
+    q_proj: Projection
+    k_proj: Projection
+    v_proj: Projection
+    out_proj: Projection
+    num_heads: int
+    dropout: float
+    training: bool
+
+    def arguments(
+        self, queries: Segments, keys: Segments, causal: bool, rng: Tensor, site: int
+    ) -> dict[str, Any]:
+        """The arguments that ``ops.attention_fwd`` and ``_bwd`` share, besides q, k and v.
+
+        causal: a token attends only to itself and to earlier tokens.
+        site: of the dropout of the attention probabilities.
+        """
+        # References compute up to this bound, so on a CPU it is the tighter bound of this batch.
+        max_q, max_k = (
+            side.graph_len if rng.is_cuda and side.graph_len else side.max_len
+            for side in (queries, keys)
+        )
+        return {
+            "cu_q": queries.cu_seqlens,
+            "cu_k": keys.cu_seqlens,
+            "max_q": max_q,
+            "max_k": max_k,
+            "causal": causal,
+            "scale": 1.0 / math.sqrt(self.q_proj.out_features // self.num_heads),
+            "dropout": Dropout(self.dropout if self.training else 0.0, rng, site),
+        }
+
+    def sublayer(
+        self, arguments: dict[str, Any], norm: Norm, dropout: Dropout,
+        memory: Weight | None = None, place: int = 0,
+    ) -> Attention:  # fmt: skip
+        """Self-attention, or with ``memory`` cross attention of the layer ``place`` of a stack.
+
+        arguments: see `arguments`. dropout: of the result. memory: makes keys and values of all
+        layers, see ``decoder.memory_weight``.
+        """
+        width = 2 * self.k_proj.out_features
+        sources = [self.k_proj, self.v_proj]
+        read = [self.q_proj, *(sources if memory is None else [])]
+        return Attention(
+            norm=norm, first=Weight.of(*read, rng=dropout.rng),
+            last=Weight.of(self.out_proj, bias=False, rng=dropout.rng),
+            bias=self.out_proj.bias, dropout=dropout,
+            columns=None if memory is None else slice(place * width, (place + 1) * width),
+            heads=self.num_heads, arguments=arguments, keys_values=memory,
+            of_columns=() if memory is None else Weight.of(*sources).parameters,
+        )  # fmt: skip
+
+
+class MultiheadAttention(AttentionParts, nn.Module):
     """The projections of one attention block, with fairseq's names, shapes and initial values.
 
     Args:
@@ -106,50 +169,6 @@ class MultiheadAttention(nn.Module):
             nn.init.xavier_uniform_(projection.weight, gain=gain)
         nn.init.xavier_uniform_(self.out_proj.weight)
         nn.init.zeros_(self.out_proj.bias)
-
-    def arguments(
-        self, queries: Segments, keys: Segments, causal: bool, rng: Tensor, site: int
-    ) -> dict[str, Any]:
-        """The arguments that ``ops.attention_fwd`` and ``_bwd`` share, besides q, k and v.
-
-        causal: a token attends only to itself and to earlier tokens.
-        site: of the dropout of the attention probabilities.
-        """
-        # References compute up to this bound, so on a CPU it is the tighter bound of this batch.
-        max_q, max_k = (
-            side.graph_len if rng.is_cuda and side.graph_len else side.max_len
-            for side in (queries, keys)
-        )
-        return {
-            "cu_q": queries.cu_seqlens,
-            "cu_k": keys.cu_seqlens,
-            "max_q": max_q,
-            "max_k": max_k,
-            "causal": causal,
-            "scale": 1.0 / math.sqrt(self.q_proj.out_features // self.num_heads),
-            "dropout": Dropout(self.dropout if self.training else 0.0, rng, site),
-        }
-
-    def sublayer(
-        self, arguments: dict[str, Any], norm: nn.LayerNorm, dropout: Dropout,
-        memory: Weight | None = None, place: int = 0,
-    ) -> Attention:  # fmt: skip
-        """Self-attention, or with ``memory`` cross attention of the layer ``place`` of a stack.
-
-        arguments: see `arguments`. dropout: of the result. memory: makes keys and values of all
-        layers, see ``decoder.memory_weight``.
-        """
-        width = 2 * self.k_proj.out_features
-        sources = [self.k_proj, self.v_proj]
-        read = [self.q_proj, *(sources if memory is None else [])]
-        return Attention(
-            norm=norm, first=Weight.of(*read, rng=dropout.rng),
-            last=Weight.of(self.out_proj, bias=False, rng=dropout.rng),
-            bias=self.out_proj.bias, dropout=dropout,
-            columns=None if memory is None else slice(place * width, (place + 1) * width),
-            heads=self.num_heads, arguments=arguments, keys_values=memory,
-            of_columns=() if memory is None else tuple(x for p in sources for x in p.parameters()),
-        )  # fmt: skip
 
     def cross_weights(self, x: Tensor, memory: Tensor, queries: Segments, keys: Segments) -> Tensor:
         """Attention weights of the queries x [T, C] over ``memory`` [T_src, 2 * C], before dropout.

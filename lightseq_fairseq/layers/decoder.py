@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightseq_fairseq.layers.adapter import adapter_of
 from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer, run_encoder
 from lightseq_fairseq.layers.node import Input, apply
+from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.stack import Stack, Sublayer
-from lightseq_fairseq.layers.weight import Weight
+from lightseq_fairseq.layers.weight import Projection, Weight
 from lightseq_fairseq.memory.packing import Segments
 
 
@@ -62,7 +63,7 @@ class DecoderLayer(TransformerLayer):
         return run_decoder([self], None, x, encoder_out, target, source, rng)
 
 
-def _memory(layers: Iterable[DecoderLayer]) -> list[nn.Linear]:
+def _memory(layers: Iterable[DecoderLayer]) -> list[Projection]:
     """Key and value projections of all cross attentions, in the order of their GEMM."""
     blocks = [layer.encoder_attn for layer in layers]
     return [p for block in blocks for p in (block.k_proj, block.v_proj)]
@@ -73,13 +74,13 @@ def memory_weight(layers: Iterable[DecoderLayer], rng: Tensor | None = None) -> 
     return Weight.of(*_memory(layers), rng=rng)
 
 
-def _products(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[nn.Linear]]:
+def _products(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Projection]]:
     """For each matrix product of these layers what it reads as one, in the order of rows.
 
     layers: as in ``fused_groups``.
     """
     stack = list(layers)
-    products: list[list[nn.Linear]] = []
+    products: list[list[Projection]] = []
     for layer in stack:
         own = layer.self_attn
         products += [[own.q_proj, own.k_proj, own.v_proj], [own.out_proj], [layer.fc1], [layer.fc2]]
@@ -127,7 +128,7 @@ def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[
 
 
 def run_decoder(
-    layers: Iterable[DecoderLayer], last_norm: nn.LayerNorm | None, x: Tensor | Input,
+    layers: Iterable[DecoderLayer], last_norm: Norm | None, x: Tensor | Input,
     encoder_out: Tensor | Input, target: Segments, source: Segments, rng: Tensor,
     causal: bool = True, checkpoint_activations: bool = False,
     attention: list[Tensor] | None = None, attention_of: int = -1,

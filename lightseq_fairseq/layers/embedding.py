@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.dropout import dropout
 from lightseq_fairseq.layers.node import Input, Pair, apply
-from lightseq_fairseq.layers.residual_norm import Affine
+from lightseq_fairseq.layers.residual_norm import Affine, Norm
 from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.layers.stack import layer_norm
 from lightseq_fairseq.memory import passes
@@ -83,7 +83,7 @@ class _LookUp(Pair):
 def embed(
     tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None, *,
     scale: float, padding_idx: int, p: float, rng: Tensor, site: int,
-    project: nn.Linear | None = None, norm: nn.LayerNorm | None = None,
+    project: nn.Linear | None = None, norm: Norm | None = None,
 ) -> Tensor:  # fmt: skip
     """dropout(norm(project(scale * weight[tokens]) + position_weight[positions])), differentiable.
 
@@ -110,7 +110,7 @@ def embed(
 def embed_and_cast(
     tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None, *,
     scale: float, padding_idx: int, p: float, rng: Tensor, site: int,
-    project: nn.Linear | None = None, norm: nn.LayerNorm | None = None, cast: Cast | None = None,
+    project: nn.Linear | None = None, norm: Norm | None = None, cast: Cast | None = None,
 ) -> Input:  # fmt: skip
     """As `embed`. cast: of the product that reads the result; not used with ``project``."""
     if project is None:  # one kernel computes everything

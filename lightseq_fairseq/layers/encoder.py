@@ -11,19 +11,76 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.layers.attention import MultiheadAttention
+from lightseq_fairseq.layers.attention import AttentionParts, MultiheadAttention
 from lightseq_fairseq.layers.feed_forward import FeedForward
 from lightseq_fairseq.layers.node import Input, apply
+from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.layers.stack import Stack, Sublayer
-from lightseq_fairseq.layers.weight import Weight
+from lightseq_fairseq.layers.weight import Projection, Weight
 from lightseq_fairseq.memory.packing import Segments
 from lightseq_fairseq.ops import Cast, Dropout
 
 TensorOrInput = TypeVar("TensorOrInput", Tensor, Input)
 
 
-class TransformerLayer(nn.Module):
+class LayerParts:
+    """What encoder and decoder layers consist of, in fairseq's modules or in another library's.
+
+    Attributes:
+        self_attn, fc1, fc2: the products of its sublayers.
+        self_attn_layer_norm, final_layer_norm: the LayerNorm of each sublayer.
+        dropout, activation_dropout: see ``EncoderLayer``; if ``training``.
+        activation, normalize_before: see ``EncoderLayer``.
+        site: see ``EncoderLayer``.
+    """
+
+    self_attn: AttentionParts
+    self_attn_layer_norm: Norm
+    fc1: Projection
+    fc2: Projection
+    final_layer_norm: Norm
+    dropout: float
+    activation_dropout: float
+    activation: str
+    normalize_before: bool
+    site: int | None
+    training: bool
+
+    def first_site(self, rng: Tensor) -> int:
+        """See ``sites.first_site``."""
+        return first_site(self, self.site, rng)
+
+    def output_dropout(self, rng: Tensor, site: int) -> Dropout:
+        """The dropout of a sublayer's result."""
+        return Dropout(self.dropout if self.training else 0.0, rng, site)
+
+    def feed_forward(self, rng: Tensor, site: int) -> FeedForward:
+        """The sublayer; it has two dropout sites, from ``site`` on."""
+        p = self.activation_dropout if self.training else 0.0
+        return FeedForward(
+            norm=self.final_layer_norm, first=Weight.of(self.fc1, bias=False, rng=rng),
+            last=Weight.of(self.fc2, bias=False, rng=rng), bias=self.fc2.bias,
+            dropout=self.output_dropout(rng, site + 1), first_bias=self.fc1.bias,
+            activation=self.activation, inner_dropout=Dropout(p, rng, site),
+            trains=torch.is_grad_enabled(),
+        )  # fmt: skip
+
+
+class EncoderParts(LayerParts):
+    """A layer that `run_encoder` runs."""
+
+    def sublayers(self, segments: Segments, rng: Tensor, causal: bool) -> list[Sublayer]:
+        site = self.first_site(rng)
+        arguments = self.self_attn.arguments(segments, segments, causal, rng, site)
+        dropout = self.output_dropout(rng, site + 1)
+        return [
+            self.self_attn.sublayer(arguments, self.self_attn_layer_norm, dropout),
+            self.feed_forward(rng, site + 2),
+        ]
+
+
+class TransformerLayer(LayerParts, nn.Module):
     """Common base of encoder and decoder layers.
 
     encoder_dim: width of what cross attention reads; None if there is none.
@@ -48,27 +105,8 @@ class TransformerLayer(nn.Module):
         self.dropout, self.activation_dropout = dropout, activation_dropout
         self.activation, self.normalize_before, self.site = activation, normalize_before, site
 
-    def first_site(self, rng: Tensor) -> int:
-        """See ``sites.first_site``."""
-        return first_site(self, self.site, rng)
 
-    def output_dropout(self, rng: Tensor, site: int) -> Dropout:
-        """The dropout of a sublayer's result."""
-        return Dropout(self.dropout if self.training else 0.0, rng, site)
-
-    def feed_forward(self, rng: Tensor, site: int) -> FeedForward:
-        """The sublayer; it has two dropout sites, from ``site`` on."""
-        p = self.activation_dropout if self.training else 0.0
-        return FeedForward(
-            norm=self.final_layer_norm, first=Weight.of(self.fc1, bias=False, rng=rng),
-            last=Weight.of(self.fc2, bias=False, rng=rng), bias=self.fc2.bias,
-            dropout=self.output_dropout(rng, site + 1), first_bias=self.fc1.bias,
-            activation=self.activation, inner_dropout=Dropout(p, rng, site),
-            trains=torch.is_grad_enabled(),
-        )  # fmt: skip
-
-
-class EncoderLayer(TransformerLayer):
+class EncoderLayer(EncoderParts, TransformerLayer):
     """Self-attention and feed-forward with residuals; fairseq's parameter names and initial values.
 
     Args:
@@ -101,15 +139,6 @@ class EncoderLayer(TransformerLayer):
             activation=activation, normalize_before=normalize_before, site=site,
         )  # fmt: skip
 
-    def sublayers(self, segments: Segments, rng: Tensor, causal: bool) -> list[Sublayer]:
-        site = self.first_site(rng)
-        arguments = self.self_attn.arguments(segments, segments, causal, rng, site)
-        dropout = self.output_dropout(rng, site + 1)
-        return [
-            self.self_attn.sublayer(arguments, self.self_attn_layer_norm, dropout),
-            self.feed_forward(rng, site + 2),
-        ]
-
     def forward(self, x: Tensor, segments: Segments, rng: Tensor) -> Tensor:
         """x [T, C] -> [T, C]; ``rng`` int64 [2] from ``layers.draw_rng``."""
         return run_encoder([self], None, x, segments, rng)
@@ -127,7 +156,7 @@ class EncoderLayer(TransformerLayer):
                 state_dict.pop(f"{name}.{dead}_{kind}", None)
 
 
-def first_cast(layers: Iterable[TransformerLayer]) -> Cast | None:
+def first_cast(layers: Iterable[LayerParts]) -> Cast | None:
     """How to cast the input of a stack for its first product; None if LayerNorm reads it."""
     first = next(iter(layers), None)
     if first is None or first.normalize_before:
@@ -137,7 +166,7 @@ def first_cast(layers: Iterable[TransformerLayer]) -> Cast | None:
 
 
 def run_encoder(
-    layers: Iterable[EncoderLayer], last_norm: nn.LayerNorm | None, x: TensorOrInput,
+    layers: Iterable[EncoderParts], last_norm: Norm | None, x: TensorOrInput,
     segments: Segments, rng: Tensor, causal: bool = False, checkpoint_activations: bool = False,
     states: list[Tensor] | None = None, cast: Cast | None = None,
 ) -> TensorOrInput:  # fmt: skip

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.layers.dropout import activated
 from lightseq_fairseq.layers.linear import linear, vocabulary_logits
+from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.stack import layer_norm
 
 
 def masked_lm_logits(
-    x: Tensor, dense: nn.Linear, activation: str, norm: nn.LayerNorm, weight: Tensor, bias: Tensor,
+    x: Tensor, dense: nn.Linear, activation: str, norm: Norm, weight: Tensor, bias: Tensor,
     rng: Tensor,
 ) -> Tensor:  # fmt: skip
     """norm(activation(dense(x))) weight^T + bias: features [T, C] -> logits [T, V], differentiable.

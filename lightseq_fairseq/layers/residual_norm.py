@@ -6,9 +6,9 @@ Shapes: T = packed tokens, C = model width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.node import Input
@@ -17,15 +17,26 @@ from lightseq_fairseq.ops import Cast, Dropout, Quantised
 from lightseq_fairseq.ops.arguments import Operand
 
 
+class Norm(Protocol):
+    """An ``nn.LayerNorm``, or what has its tensors."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
+
+
 class Affine(NamedTuple):
-    """What an ``nn.LayerNorm`` has when forward runs."""
+    """What a LayerNorm has when forward runs."""
 
     gamma: Tensor
     beta: Tensor
     eps: float
 
     @classmethod
-    def of(cls, norm: nn.LayerNorm) -> Affine:
+    def of(cls, norm: Norm) -> Affine:
         return cls(norm.weight, norm.bias, norm.eps)
 
 

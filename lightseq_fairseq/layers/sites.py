@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class _Pass:
 _passes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def first_site(module: nn.Module, site: int | None, rng: Tensor) -> int:
+def first_site(module: Any, site: int | None, rng: Tensor) -> int:
     """The first dropout site of ``module``: ``site``, or one that no other module has with ``rng``.
 
     Modules without a ``site`` are numbered in the order in which they first see an rng. They keep

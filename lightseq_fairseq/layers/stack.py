@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightseq_fairseq.layers.node import Input, Pair, apply
-from lightseq_fairseq.layers.residual_norm import Affine, ResidualNorm
+from lightseq_fairseq.layers.residual_norm import Affine, Norm, ResidualNorm
 from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory import passes
 from lightseq_fairseq.memory.gradients import Gradients
@@ -45,7 +45,7 @@ class Sublayer:
 
     forward: ClassVar[Callable[..., tuple[Tensor, Any]]]
     backward: ClassVar[Callable[..., Tensor]]
-    norm: nn.LayerNorm
+    norm: Norm
     first: Weight
     last: Weight
     bias: Tensor
@@ -77,7 +77,7 @@ class Stack(Pair):
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[Sublayer]], last_norm: nn.LayerNorm | None, rng: Tensor, *,
+        self, layers: Sequence[Sequence[Sublayer]], last_norm: Norm | None, rng: Tensor, *,
         is_pre_norm: bool = True, recomputes: bool = False, memory: Weight | None = None,
         cast: Cast | None = None, states: bool = False, watched: Sublayer | None = None,
     ) -> None:  # fmt: skip
@@ -243,6 +243,6 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def layer_norm(x: Tensor, norm: nn.LayerNorm, rng: Tensor) -> Tensor:
+def layer_norm(x: Tensor, norm: Norm, rng: Tensor) -> Tensor:
     """The LayerNorm of x [T, C], differentiable. rng: its value is not used."""
     return apply(Stack([], norm, rng), Input(x))[0].x

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.adapter import Added, adapter_of
@@ -26,6 +26,17 @@ from lightseq_fairseq.ops import Cast, Quantised
 from lightseq_fairseq.ops.arguments import Operand
 from lightseq_fairseq.ops.casting import E4M3, padded
 from lightseq_fairseq.ops.linear import matrix
+
+
+class Projection(Protocol):
+    """An ``nn.Linear``, or what has its tensors."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor: ...
+    @property
+    def out_features(self) -> int: ...
 
 
 class Weight:
@@ -57,8 +68,8 @@ class Weight:
         self.gradient_cast: Cast | None = None if fp8 is None else fp8.gradient
 
     @classmethod
-    def of(cls, *projections: nn.Linear, bias: bool = True, rng: Tensor | None = None) -> Weight:
-        """Of one or more ``nn.Linear``; bias: the product adds their biases. rng: of the dropout of
+    def of(cls, *projections: Projection, bias: bool = True, rng: Tensor | None = None) -> Weight:
+        """Of one or more projections; bias: the product adds their biases. rng: of the dropout of
         their adapters, in training."""
         ends = [0, *itertools.accumulate(p.out_features for p in projections)]
         adapters = [

@@ -46,14 +46,18 @@ class Segments:
     graph_len: int = 0
 
     @classmethod
-    def from_mask(cls, mask: Tensor) -> Segments:
+    def from_mask(cls, mask: Tensor, rows: int | None = None) -> Segments:
         """Segments of a padded batch; ``mask`` is bool [B, L], true at real tokens.
+
+        rows: their number T, if it is known; else the host waits for the device to count them.
 
         Pads may be on either side or, as in fairseq, anywhere: the sentence is the remaining tokens
         of its row. Positions count real tokens only (``fairseq.utils.make_positions``).
         """
         counts = mask.cumsum(1)
-        index = mask.flatten().nonzero().squeeze(1)
+        flat = mask.flatten()
+        found = flat.nonzero() if rows is None else torch.nonzero_static(flat, size=rows)
+        index = found.squeeze(1)
         sentences = max(mask.shape[0], 1)  # ops need at least one sentence, which may be empty
         cu_seqlens = torch.zeros(sentences + 1, dtype=torch.int32, device=mask.device)
         if mask.numel():
@@ -61,6 +65,15 @@ class Segments:
         positions = counts.flatten().index_select(0, index) - 1
         trust_boundaries(cu_seqlens, len(index), mask.shape[1])
         return cls(cu_seqlens, mask.shape[1], positions, index, (mask.shape[0], mask.shape[1]))
+
+    @classmethod
+    def full(cls, shape: tuple[int, int], device: torch.device | str) -> Segments:
+        """Segments of a batch [B, L] without pads."""
+        sentences, length = shape
+        places = torch.arange(sentences * length, device=device)
+        ends = torch.arange(max(sentences, 1) + 1, dtype=torch.int32, device=device) * length
+        trust_boundaries(ends, len(places), length)
+        return cls(ends, length, places % max(length, 1), places, shape)
 
     @classmethod
     def from_lengths(
@@ -90,12 +103,20 @@ class Segments:
         positions, index = self.positions.to(device), self.index.to(device)
         return replace(self, cu_seqlens=cu_seqlens, positions=positions, index=index)
 
+    @property
+    def _is_full(self) -> bool:
+        """Whether the batch has no pads."""
+        return len(self.index) == self.shape[0] * self.shape[1] > 0
+
     def pack(self, padded: Tensor) -> Tensor:
         """[B, L, ...] -> [T, ...]; differentiable."""
-        return padded.flatten(0, 1).index_select(0, self.index)
+        rows = padded.flatten(0, 1)
+        return rows if self._is_full else rows.index_select(0, self.index)
 
     def pad(self, packed: Tensor) -> Tensor:
         """[T, ...] -> [B, L, ...] with zeros at the pads; differentiable."""
+        if self._is_full:
+            return packed.unflatten(0, self.shape)
         padded = packed.new_zeros((self.shape[0] * self.shape[1], *packed.shape[1:]))
         return padded.index_copy(0, self.index, packed).unflatten(0, self.shape)
 

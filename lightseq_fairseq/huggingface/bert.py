@@ -1,0 +1,171 @@
+"""BERT, RoBERTa, XLM-R and CamemBERT: their embeddings and layers, as our layers read them.
+
+Shapes: B = sentences, L = longest sentence, T = packed tokens, C = model width, P = positions.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightseq_fairseq.huggingface.covered import (
+    ACTIVATIONS,
+    Linear,
+    NotCovered,
+    Reader,
+    check,
+    rate,
+)
+from lightseq_fairseq.layers.attention import AttentionParts
+from lightseq_fairseq.layers.embedding import embed
+from lightseq_fairseq.layers.encoder import EncoderParts
+from lightseq_fairseq.layers.residual_norm import Norm
+from lightseq_fairseq.layers.sites import SITES_PER_LAYER
+from lightseq_fairseq.memory.packing import Segments
+
+
+@dataclass
+class _Attention(AttentionParts):
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    out_proj: Linear
+    num_heads: int
+    dropout: float
+    training: bool = True  # the rate is 0 in evaluation
+
+
+@dataclass
+class _Layer(EncoderParts):
+    self_attn: _Attention
+    self_attn_layer_norm: Norm
+    fc1: Linear
+    fc2: Linear
+    final_layer_norm: Norm
+    dropout: float
+    activation: str
+    site: int
+    activation_dropout: float = 0.0
+    normalize_before: bool = False
+    training: bool = True
+
+
+class Bert:
+    """How to read one ``BertModel``, ``RobertaModel``, ``XLMRobertaModel`` or ``CamembertModel``.
+
+    Args:
+        model: the model.
+        prefix: of the names of its classes, such as "Bert".
+    """
+
+    def __init__(self, model: Any, prefix: str) -> None:
+        self.prefix = prefix
+        self._classes: dict[str, type[nn.Module]] = {}
+        for place in ("Embeddings", "Layer", "Attention", "SelfAttention", "SelfOutput",
+                      "Intermediate", "Output", "Encoder"):  # fmt: skip
+            self._classes[place] = getattr(modeling(model), prefix + place)
+        self._activation = type(model.encoder.layer[0].intermediate.intermediate_act_fn)
+
+    def groups(self, model: Any) -> list[list[Tensor]]:
+        """Parameters that one product reads as one."""
+        found = []
+        for layer in model.encoder.layer:
+            block = layer.attention.self
+            read: list[Any] = [getattr(block, name, None) for name in ("query", "key", "value")]
+            if all(type(x) is nn.Linear for x in read):
+                found += [[x.weight for x in read], [x.bias for x in read]]
+        return found
+
+    def layers(self, model: Any, reader: Reader) -> list[_Layer]:
+        self._check(model.encoder, "Encoder")
+        activation = ACTIVATIONS[model.config.hidden_act]
+        return [
+            self._layer(layer, reader, place * SITES_PER_LAYER, activation)
+            for place, layer in enumerate(model.encoder.layer, 1)
+        ]
+
+    def _check(self, module: nn.Module, place: str) -> None:
+        check(module, self._classes[place])
+
+    def _layer(self, layer: Any, reader: Reader, site: int, activation: str) -> _Layer:
+        attention, end = layer.attention, layer.output
+        block, behind = attention.self, attention.output
+        self._check(layer, "Layer")
+        self._check(attention, "Attention")
+        self._check(block, "SelfAttention")
+        self._check(behind, "SelfOutput")
+        self._check(layer.intermediate, "Intermediate")
+        self._check(end, "Output")
+        check(layer.intermediate.intermediate_act_fn, self._activation)
+        dropout = rate(end.dropout)
+        if dropout != rate(behind.dropout):
+            raise NotCovered("a layer has two dropout rates")
+        return _Layer(
+            self_attn=_Attention(
+                q_proj=reader.linear(block.query), k_proj=reader.linear(block.key),
+                v_proj=reader.linear(block.value), out_proj=reader.linear(behind.dense),
+                num_heads=block.num_attention_heads,
+                dropout=rate(block.dropout) if block.training else 0.0,
+            ),
+            self_attn_layer_norm=reader.layer_norm(behind.LayerNorm),
+            fc1=reader.linear(layer.intermediate.dense), fc2=reader.linear(end.dense),
+            final_layer_norm=reader.layer_norm(end.LayerNorm), dropout=dropout,
+            activation=activation, site=site,
+        )  # fmt: skip
+
+    def embedded(
+        self, model: Any, reader: Reader, segments: Segments, rng: Tensor, ids: Tensor,
+        types: Tensor | None, positions: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The embeddings of the real tokens, [T, C].
+
+        ids: int64 [B, L], tokens. types, positions: the same of their types and positions, or None
+            for Hugging Face's own.
+        """
+        module = model.embeddings
+        self._check(module, "Embeddings")
+        tables = module.word_embeddings, module.position_embeddings, module.token_type_embeddings
+        for table in tables:
+            check(table, nn.Embedding)
+            if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
+                raise NotCovered("an embedding has max_norm, scale_grad_by_freq or sparse")
+        words, places, kinds = (reader.tensor(table.weight) for table in tables)
+        first = 0 if self.prefix == "Bert" else module.padding_idx + 1
+        if positions is not None:
+            torch._assert_async((positions < len(places)).all(), "positions in [0, P)")
+        elif first + ids.shape[1] > len(places):
+            raise NotCovered("a sentence may have more tokens than there are positions")
+        else:
+            positions = self.positions(module, ids)
+        rows = segments.pack(positions.expand(ids.shape))
+        # One table has all sums of a position and a type.
+        if tables[1].padding_idx is not None:  # its row gets no gradient
+            every = torch.arange(len(places), device=places.device)
+            places = functional.embedding(every, places, tables[1].padding_idx)
+        if types is None:
+            sums = places + kinds[0]
+        else:
+            sums = (kinds[:, None] + places).flatten(0, 1)
+            rows = rows + segments.pack(types.expand(ids.shape)) * len(places)
+        pad = -1 if tables[0].padding_idx is None else tables[0].padding_idx
+        return embed(
+            segments.pack(ids), words, rows, sums, scale=1.0, padding_idx=pad,
+            p=rate(module.dropout), rng=rng, site=0, norm=reader.layer_norm(module.LayerNorm),
+        )  # fmt: skip
+
+    def positions(self, module: Any, ids: Tensor) -> Tensor:
+        """Hugging Face's positions of tokens, int64 [B, L] or [1, L]."""
+        if self.prefix == "Bert":
+            return torch.arange(ids.shape[1], device=ids.device)[None]
+        is_real = ids.ne(module.padding_idx).int()
+        return (is_real.cumsum(1) * is_real).long() + module.padding_idx
+
+
+def modeling(model: Any) -> Any:
+    """The module of transformers that defines the class of ``model``."""
+    return sys.modules[type(model).__module__]

@@ -1,0 +1,96 @@
+"""What our layers compute of a Hugging Face model, and reasons why they do not.
+
+A module is read only if nothing has changed what it computes: no other class (an adapter, a
+quantised layer), no hook, no other ``forward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+# Names of Hugging Face -> those of ``layers.EncoderLayer``.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_accurate",
+    "gelu_fast": "gelu_accurate",
+    "gelu_accurate": "gelu_accurate",
+    "gelu_pytorch_tanh": "gelu_accurate",
+    "gelu_python_tanh": "gelu_accurate",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+# These hooks of transformers only collect what a module returns.
+_COLLECTING = "transformers.utils.output_capturing"
+
+
+class NotCovered(Exception):
+    """Our layers do not compute this call; Hugging Face's own forward does.
+
+    The message is the reason, a clause without a full stop, such as "it returns attentions".
+    """
+
+
+class Linear(NamedTuple):
+    """The tensors of an ``nn.Linear``."""
+
+    weight: Tensor
+    bias: Tensor
+
+    @property
+    def out_features(self) -> int:
+        return len(self.weight)
+
+
+class LayerNorm(NamedTuple):
+    """The tensors of an ``nn.LayerNorm``."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+class Reader:
+    """Reads modules; each method raises NotCovered if something has changed what they compute.
+
+    Args:
+        tensors: what to read in place of a parameter, such as its 16-bit copy, by its ``id``.
+    """
+
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        self._tensors = tensors
+
+    def tensor(self, parameter: Tensor) -> Tensor:
+        return self._tensors.get(id(parameter), parameter)
+
+    def linear(self, module: Any) -> Linear:
+        check(module, nn.Linear)
+        return Linear(self.tensor(module.weight), self.tensor(module.bias))
+
+    def layer_norm(self, module: Any) -> LayerNorm:
+        check(module, nn.LayerNorm)
+        return LayerNorm(self.tensor(module.weight), self.tensor(module.bias), module.eps)
+
+
+def rate(module: Any) -> float:
+    """The rate at which an ``nn.Dropout`` drops now. Raises NotCovered as a `Reader` does."""
+    check(module, nn.Dropout)
+    return float(module.p) if module.training else 0.0
+
+
+def check(module: nn.Module, kind: type) -> None:
+    """Raise NotCovered if ``module`` may compute something else than its class ``kind``."""
+    if type(module) is not kind:
+        name = f"{type(module).__module__}.{type(module).__qualname__}"
+        raise NotCovered(f"a layer has {name} in place of {kind.__name__}")
+    if "forward" in vars(module):
+        raise NotCovered(f"a {kind.__name__} has another forward")
+    hooks = module._forward_hooks
+    if hooks and any(hook.__module__ != _COLLECTING for hook in hooks.values()):
+        raise NotCovered(f"a {kind.__name__} has hooks")
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise NotCovered(f"a {kind.__name__} has hooks")
