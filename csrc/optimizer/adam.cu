@@ -8,6 +8,7 @@
 //   m, v   = lerp(m, g, 1 - beta1), lerp(v, g^2, 1 - beta2)
 //   size   = lr * sqrt(1 - beta2^step) / (1 - beta1^step)
 //   param  = (param - lr * weight_decay * param) - size * (m / (sqrt(v) + eps))
+//            (torch's rule: eps * sqrt(1 - beta2^step) in place of eps)
 //   low    = param rounded to 16 bits
 //
 // If `low` is bfloat16, param may be stored as its 16-bit remainder over `low` (ops/adam.py:
@@ -171,7 +172,8 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
                double beta1, double beta2, double eps, double weight_decay,
                std::optional<Tensor> cast_tiles, std::optional<Tensor> cast_scale,
                std::optional<Tensor> cast_amax, std::optional<Tensor> cast_saturated,
-               std::optional<Tensor> cast_values, std::optional<Tensor> cast_transposes) {
+               std::optional<Tensor> cast_values, std::optional<Tensor> cast_transposes,
+               bool eps_after_correction) {
   const char* const op = "adam_step";
   const bool is_split = param.scalar_type() == ScalarType::Short;
   require(is_split || param.scalar_type() == ScalarType::Float, op,
@@ -192,7 +194,8 @@ void adam_step(Tensor param, Tensor exp_avg, Tensor exp_avg_sq, const Tensor& gr
       .beta1 = beta1,
       .beta2 = beta2,
       .eps = eps,
-      .weight_decay = weight_decay};
+      .weight_decay = weight_decay,
+      .eps_after_correction = eps_after_correction};
   if (cast_tiles.has_value()) {
     return update_and_cast(
         op, params, param, grad, *param_low,

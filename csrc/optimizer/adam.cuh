@@ -21,6 +21,7 @@ struct Params {
   unsigned long long* step;
   Floats lr, multiplier, norm;
   double max_norm, clip_eps, beta1, beta2, eps, weight_decay;
+  bool eps_after_correction;
 };
 
 struct Coefficients {
@@ -70,11 +71,12 @@ __device__ __forceinline__ bool compute_coefficients(const Params& p, Coefficien
   const double total = p.norm.at<double>(0) * multiplier;
   if (!isfinite(total)) return false;
   const double clip = p.max_norm > 0.0 ? fmin(1.0, p.max_norm / (total + p.clip_eps)) : 1.0;
-  const double size = lr * sqrt(1.0 - power(p.beta2, step)) / (1.0 - power(p.beta1, step));
+  const double correction = sqrt(1.0 - power(p.beta2, step));
+  const double size = lr * correction / (1.0 - power(p.beta1, step));
   *result = {.factor = static_cast<float>(multiplier * clip),
              .blend_1 = blend(1.0 - p.beta1),
              .blend_2 = blend(1.0 - p.beta2),
-             .eps = static_cast<float>(p.eps),
+             .eps = static_cast<float>(p.eps_after_correction ? p.eps * correction : p.eps),
              .size = static_cast<float>(size),
              .decay = static_cast<float>(-lr * p.weight_decay)};
   return true;

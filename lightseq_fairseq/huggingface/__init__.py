@@ -4,6 +4,30 @@ import lightseq_fairseq.huggingface as lightseq
 model = lightseq.accelerate(model)
 """
 
-from lightseq_fairseq.huggingface.accelerated import Coverage, accelerate, report, restore
+from __future__ import annotations
 
-__all__ = ["Coverage", "accelerate", "report", "restore"]
+from typing import TYPE_CHECKING, Any
+
+from lightseq_fairseq.huggingface.accelerated import Coverage, accelerate, report, restore
+from lightseq_fairseq.huggingface.adamw import LightseqAdamW
+
+if TYPE_CHECKING:
+    from lightseq_fairseq.huggingface.trainer import Seq2SeqTrainer, Trainer
+
+__all__ = [
+    "Coverage",
+    "LightseqAdamW",
+    "Seq2SeqTrainer",
+    "Trainer",
+    "accelerate",
+    "report",
+    "restore",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Seq2SeqTrainer", "Trainer"):  # they import transformers' Trainer, for seconds
+        from lightseq_fairseq.huggingface import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

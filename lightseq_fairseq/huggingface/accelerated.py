@@ -15,15 +15,16 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.bert import Bert
-from lightseq_fairseq.huggingface.covered import ACTIVATIONS, NotCovered, Reader, check
+from lightseq_fairseq.huggingface.covered import ACTIVATIONS, NotCovered, Reader, Reads, check
 from lightseq_fairseq.huggingface.half_copies import half_copies
 from lightseq_fairseq.layers.encoder import run_encoder
 from lightseq_fairseq.memory.packing import Segments
@@ -45,6 +46,22 @@ _SUPPORTED = "BERT, RoBERTa, XLM-R and CamemBERT"
 # the first row of each sentence.
 _READ_TOKENS = ("ForMaskedLM", "ForTokenClassification")
 _READ_PADS = ("ForQuestionAnswering",)
+
+
+class GivenPass(NamedTuple):
+    """What a captured step knows of a call before it.
+
+    Attributes:
+        segments, rng: of the call; None if the host has not packed the batch. Then the call runs as
+            outside of a step, but the step has the parameters.
+    """
+
+    segments: Segments | None
+    rng: Tensor | None
+
+
+#: Within a captured step: what it knows.
+GIVEN: ContextVar[GivenPass | None] = ContextVar("lightseq_given", default=None)
 
 
 @dataclass
@@ -71,13 +88,12 @@ class _State:
     """What an accelerated encoder keeps besides its modules."""
 
     family: Bert
-    reads_pads: bool
-    reads_first: bool
+    reads: Reads
     report: Coverage = field(default_factory=Coverage)
     buffers: list[FlatBuffer] = field(default_factory=list)
 
     def __deepcopy__(self, memo: Any) -> _State:
-        return _State(self.family, self.reads_pads, self.reads_first)
+        return _State(self.family, self.reads)
 
 
 class Accelerated:
@@ -117,6 +133,9 @@ def _class_of(original: Any) -> Any:
         try:
             result = _forward(self, state, *args, **kwargs)
         except NotCovered as reason:
+            given = GIVEN.get()
+            if given is not None and given.segments is not None:
+                raise  # the step runs again without a packed batch
             if str(reason) not in state.report.fallbacks:
                 warnings.warn(
                     f"lightseq: Hugging Face's own forward runs, because {reason}.", stacklevel=2
@@ -151,9 +170,9 @@ def accelerate(model: Model) -> Model:
         if not isinstance(encoder, Accelerated):
             _check_supported(encoder)
             outer = type(_owner(model, encoder)).__name__
-            pads = outer.endswith(_READ_PADS)
+            reads = Reads(outer.endswith(_READ_PADS), not outer.endswith(_READ_TOKENS))
             family = Bert(encoder, _ENCODERS[type(encoder).__name__])
-            encoder._lightseq = _State(family, pads, not outer.endswith(_READ_TOKENS))  # type: ignore[assignment]
+            encoder._lightseq = _State(family, reads)  # type: ignore[assignment]
             encoder.__class__ = _class_of(type(encoder))  # type: ignore[arg-type]
     return model
 
@@ -250,13 +269,19 @@ def _forward(
     like = input_ids if input_ids is not None else inputs_embeds
     assert like is not None
     shape = like.shape[0], like.shape[1]
-    reader = Reader(_tensors(model, state, like.device))
+    step = GIVEN.get()
+    reader = Reader({} if step is not None else _tensors(model, state, like.device))
     layers = state.family.layers(model, reader)
-    if cu_seqlens is not None:
+    rng = None if step is None else step.rng
+    if step is not None and step.segments is not None:
+        if shape != step.segments.shape:
+            raise NotCovered("the encoder is called with another batch than the model")
+        segments = step.segments
+    elif cu_seqlens is not None:
         segments = _given_segments(cu_seqlens, longest, attention_mask, shape)
     else:
         segments = _segments(attention_mask, shape, like.device, state)
-    rng = _rng(model, like.device)
+    rng = _rng(model, like.device) if rng is None else rng
     x = None
     if input_ids is not None and not _has_hooks(model.embeddings):
         try:
@@ -336,10 +361,7 @@ def _segments(
     total, first = torch.stack([is_real.sum(), is_real[:, 0].sum()]).tolist()
     if total == is_real.numel():
         return Segments.full(shape, device)
-    if state.reads_pads:
-        raise NotCovered("question answering reads pads, whose features only Hugging Face's has")
-    if state.reads_first and first < shape[0]:
-        raise NotCovered("a sentence begins with a pad, whose features only Hugging Face's has")
+    state.reads.check(no_pads=False, first_is_real=first == shape[0])
     return Segments.from_mask(is_real, total)
 
 

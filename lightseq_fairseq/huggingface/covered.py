@@ -35,6 +35,28 @@ class NotCovered(Exception):
     """
 
 
+class Reads(NamedTuple):
+    """What a model's head reads of its encoder's result besides the rows of real tokens.
+
+    Attributes:
+        pads: all rows of pads.
+        first: the first row of each sentence.
+    """
+
+    pads: bool
+    first: bool
+
+    def check(self, no_pads: bool, first_is_real: bool) -> None:
+        """Raises NotCovered if it reads a row of a pad, whose features only Hugging Face computes.
+
+        no_pads: a batch has none. first_is_real: none is the first of a sentence.
+        """
+        if self.pads and not no_pads:
+            raise NotCovered("question answering also reads the features of pads")
+        if self.first and not first_is_real:
+            raise NotCovered("a sentence begins with a pad, whose features the head may read")
+
+
 class Linear(NamedTuple):
     """The tensors of an ``nn.Linear``."""
 

@@ -5,6 +5,7 @@ Shapes: N = elements of a buffer, including alignment gaps.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,8 +53,8 @@ class DirectGradients:
         self._open: set[int] = set()  # the pieces that are not finished
         self._start = buffer.data.data_ptr()
         self._bytes = buffer.data.numel() * buffer.data.element_size()
-        # Addresses of the parameters whose next gradient is added, not copied; None: all.
-        self._added: set[int] | None = None
+        # Address -> bytes of the parameters whose next gradient is added, not copied; None: all.
+        self._added: dict[int, int] | None = None
 
     @contextmanager
     def write(self, accumulate: bool, part: str = "") -> Iterator[None]:
@@ -66,7 +67,7 @@ class DirectGradients:
         Raises:
             RuntimeError: backward writes to a finished piece.
         """
-        self._added = None if accumulate else set()
+        self._added = None if accumulate else {}
         self._due, self._seen = self._writes.get(part), Counter()
         self._open = set(range(len(self._pieces)))
         ops.defer_column_sums(self.flat)
@@ -102,8 +103,21 @@ class DirectGradients:
         """Whether the next write must add. Marks the gradient as written: all later writes add."""
         if self._added is None or parameter.data_ptr() in self._added:
             return True
-        self._added.add(parameter.data_ptr())
+        self._added[parameter.data_ptr()] = parameter.numel() * parameter.element_size()
         return False
+
+    def unwritten(self) -> list[Tensor]:
+        """The parameters whose gradient the last backward pass, which added to nothing, has not
+        written."""
+        assert self._added is not None
+        written = sorted((start, start + size) for start, size in self._added.items())
+        starts = [start for start, _ in written]
+
+        def is_written(address: int) -> bool:
+            place = bisect.bisect_right(starts, address) - 1
+            return place >= 0 and address < written[place][1]
+
+        return [p for p in self.buffer.parameters if not is_written(p.data_ptr())]
 
     def written(self, parameters: Iterable[Tensor]) -> None:
         """Record that the ops which write these parameters' gradients have been launched."""

@@ -36,6 +36,8 @@ class Segments:
         shape: (B, L) of the padded batch.
         graph_len: an upper bound as ``max_len``, but of all batches for which a CUDA graph with
             these segments is replayed. Attention on a GPU uses it, or ``max_len`` if it is 0.
+        has_more: there may be rows that belong to no sentence, after the others; their ``index`` is
+            B * L.
     """
 
     cu_seqlens: Tensor
@@ -44,6 +46,7 @@ class Segments:
     index: Tensor
     shape: tuple[int, int]
     graph_len: int = 0
+    has_more: bool = False
 
     @classmethod
     def from_mask(cls, mask: Tensor, rows: int | None = None) -> Segments:
@@ -106,19 +109,22 @@ class Segments:
     @property
     def _is_full(self) -> bool:
         """Whether the batch has no pads."""
-        return len(self.index) == self.shape[0] * self.shape[1] > 0
+        return not self.has_more and len(self.index) == self.shape[0] * self.shape[1] > 0
 
     def pack(self, padded: Tensor) -> Tensor:
-        """[B, L, ...] -> [T, ...]; differentiable."""
+        """[B, L, ...] -> [T, ...]; differentiable. Rows that belong to no sentence are zero."""
         rows = padded.flatten(0, 1)
+        if self.has_more:
+            rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
         return rows if self._is_full else rows.index_select(0, self.index)
 
     def pad(self, packed: Tensor) -> Tensor:
         """[T, ...] -> [B, L, ...] with zeros at the pads; differentiable."""
         if self._is_full:
             return packed.unflatten(0, self.shape)
-        padded = packed.new_zeros((self.shape[0] * self.shape[1], *packed.shape[1:]))
-        return padded.index_copy(0, self.index, packed).unflatten(0, self.shape)
+        count = self.shape[0] * self.shape[1]
+        padded = packed.new_zeros((count + self.has_more, *packed.shape[1:]))
+        return padded.index_copy(0, self.index, packed)[:count].unflatten(0, self.shape)
 
 
 class Stream(NamedTuple):

@@ -177,8 +177,9 @@ def read_as_one(parameters: Sequence[Tensor], spared: bool) -> Tensor:
 
 
 def flatten_parameters(
-    module: nn.Module, groups: Iterable[Sequence[Tensor]] = (), spared: Iterable[Tensor] = ()
-) -> list[FlatBuffer]:
+    module: nn.Module, groups: Iterable[Sequence[Tensor]] = (), spared: Iterable[Tensor] = (),
+    first: Iterable[Tensor] = (),
+) -> list[FlatBuffer]:  # fmt: skip
     """Place the parameters of ``module`` one after another, in one buffer per dtype and device.
 
     Frozen parameters (``requires_grad`` is False) get a buffer of their own, so that gradients and
@@ -191,13 +192,15 @@ def flatten_parameters(
     and after parameters have been frozen.
 
     Args:
-        module: its parameters are placed in the order of ``module.parameters()``, but see spared.
+        module: its parameters are placed in the order of ``module.parameters()``, but see spared
+            and first.
         groups: each group's parameters are placed without gaps, in the given order, so that
             ``as_one`` is a view. A group is placed where its first member occurs in
             ``module.parameters()``. Parameters of a group share dtype and device.
         spared: parameters without a group, after which zero rows are reserved if their number of
             rows is no multiple of 8 (`with_spare_rows`). They are placed first, because the last
             parameter of a buffer gets no zero rows, unless it is frozen.
+        first: parameters that are placed before all others, in this order.
 
     Returns:
         The buffers. The caller need not keep them: the parameters keep their storage alive.
@@ -206,7 +209,7 @@ def flatten_parameters(
     group_of = {id(p): group for group in whole for p in group}
     blocks: dict[tuple[torch.dtype, torch.device, bool], list[list[Tensor]]] = defaultdict(list)
     placed: set[int] = set()
-    for parameter in module.parameters():
+    for parameter in (*first, *module.parameters()):
         if id(parameter) not in placed:
             block = group_of.get(id(parameter), [parameter])
             placed.update(id(p) for p in block)

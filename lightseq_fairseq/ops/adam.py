@@ -6,7 +6,8 @@ param = (1 - lr * weight_decay) param - size * m / (sqrt(v) + eps)
 size  = lr * sqrt(1 - beta2^step) / (1 - beta1^step)
 
 Kingma & Ba 2015 with fairseq's order of operations (eps is added to sqrt(v) before bias
-correction) and decoupled weight decay (Loshchilov & Hutter 2019). If norm * multiplier is not
+correction; torch adds it after, which is eps * sqrt(1 - beta2^step) in its place) and decoupled
+weight decay (Loshchilov & Hutter 2019). If norm * multiplier is not
 finite, the update is skipped; the CUDA kernel decides this on the device, without a host sync.
 
 With a bfloat16 copy of the weights, the float32 master weights can be stored as that copy plus 16
@@ -74,6 +75,7 @@ class AdamStep(NamedTuple):
     int16 param and a bfloat16 grad, and its tiles cover all N parameters.
     If norm * multiplier is not finite, nothing is updated; the cast is that of the old weights.
     On a CPU, tiles that leave out a parameter raise ValueError.
+    eps_after_correction: eps is added after bias correction, as in ``torch.optim.AdamW``.
     """
 
     param: Written
@@ -92,6 +94,7 @@ class AdamStep(NamedTuple):
     eps: float
     weight_decay: float
     cast: WeightCast | None = None
+    eps_after_correction: bool = False
 
     def check(self, op: str) -> None:
         param, exp_avg, exp_avg_sq, grad, param_low, step, lr, multiplier, norm = self[:9]
@@ -137,7 +140,10 @@ class AdamStep(NamedTuple):
         factor, rate, count = float(multiplier), float(lr), int(step)
         if 0 < max_norm < total + clip_eps:
             factor *= max_norm / (total + clip_eps)
-        size = rate * math.sqrt(1 - beta2**count) / (1 - beta1**count)
+        correction = math.sqrt(1 - beta2**count)
+        size = rate * correction / (1 - beta1**count)
+        if self.eps_after_correction:
+            eps *= correction
 
         is_split = param.dtype == torch.int16
         block = max(1, len(param) if param.is_cuda else _CPU_BLOCK)

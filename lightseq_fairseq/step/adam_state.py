@@ -46,12 +46,17 @@ class AdamState:
     Attributes:
         parts: the elements of the buffer whose state this process has.
         exp_avg, exp_avg_sq: moments of the parts, [N], or [S] if they are sharded.
+        eps_after_correction: see ``ops.adam_step``.
         masters: if the state is sharded and the parameters are float32 copies of a model's: this
             rank's parts of the copies, [S]; else None.
     """
 
-    def __init__(self, buffer: FlatBuffer, group: dict[str, Any], expert: bool) -> None:
+    def __init__(
+        self, buffer: FlatBuffer, group: dict[str, Any], expert: bool,
+        eps_after_correction: bool = False,
+    ) -> None:  # fmt: skip
         self.buffer = buffer
+        self.eps_after_correction = eps_after_correction
         self.group = group
         self.expert = expert
         dtype = torch.float32 if buffer.data.dtype in _HALF else buffer.data.dtype
@@ -251,6 +256,7 @@ class AdamState:
                     param, self.exp_avg[mine], self.exp_avg_sq[mine], gradient[part], copy,
                     span.steps[place], lr, multiplier, norm, max_norm, clip_eps, beta1, beta2,
                     group["eps"], group["weight_decay"], cast if is_whole else None,
+                    self.eps_after_correction,
                 )  # fmt: skip
                 cast = None if is_whole else cast
             updated(place)

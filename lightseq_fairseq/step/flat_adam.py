@@ -49,6 +49,7 @@ class FlatAdam(FlatOptimizer):
     supports_flat_params = True
     # After loading, fairseq's hack would replace our views by its own tensors.
     disable_mem_eff_fp16_loading_hack = True
+    eps_after_correction = False  # see ``ops.adam_step``
 
     def __init__(
         self,
@@ -83,7 +84,10 @@ class FlatAdam(FlatOptimizer):
         for group in self.param_groups:
             for expert in (False, True):  # fairseq leaves experts out of the norm
                 members = [p for p in group["params"] if hasattr(p, "expert") == expert]
-                self._flats += [AdamState(b, group, expert) for b in flat_buffers(members)]
+                self._flats += [
+                    AdamState(b, group, expert, self.eps_after_correction)
+                    for b in flat_buffers(members)
+                ]
         if states:
             self._set_states(states)
 

@@ -1,0 +1,187 @@
+"""Forward and backward of a Hugging Face model as CUDA graphs, one for each shape of batches.
+
+The graph has the Trainer's own ``training_step``: the model's heads and loss are Hugging Face's,
+its encoder ours. Gradients are written into one flat gradient, which `LightseqAdamW` reads. In
+bfloat16, layers and heads read 16-bit copies of the parameters, which the update also writes.
+
+Shapes: N = elements of the parameter buffer, including alignment gaps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightseq_fairseq.huggingface.accelerated import GIVEN, Accelerated, GivenPass
+from lightseq_fairseq.huggingface.adamw import LightseqAdamW
+from lightseq_fairseq.huggingface.batch import Batch
+from lightseq_fairseq.memory.gradients import DirectGradients
+from lightseq_fairseq.memory.graphs import Graphs
+from lightseq_fairseq.memory.parameters import FlatBuffer, flatten_parameters
+from lightseq_fairseq.memory.passes import Pass
+
+
+class CapturedStep:
+    """Computes gradients of one model on one device.
+
+    Args:
+        model: accelerated.
+        optimizer: of all parameters that are trained.
+        dtype: of the copies that the layers read; None: they read the parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: LightseqAdamW, dtype: torch.dtype | None
+    ) -> None:
+        self.model, self.optimizer, self._dtype = model, optimizer, dtype
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.device = self._parameters[0].device
+        self._graphs = Graphs(self.device, "training steps")
+        self._block = torch.zeros(0, dtype=torch.uint8, device=self.device)
+        self._items = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._searched: set[tuple[Any, ...]] = set()
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Place the parameters in one buffer, those of a group of the optimizer side by side."""
+        encoders = [m for m in self.model.modules() if isinstance(m, Accelerated)]
+        groups = [group for m in encoders for group in m._lightseq.family.groups(m)]
+        flatten_parameters(self.model, groups, first=self._parameters)
+        self._whole = FlatBuffer(sorted(self._parameters, key=lambda p: p.storage_offset()))
+        self.optimizer.lay_out()
+        low = self._whole
+        self._copies: dict[int, Tensor] = {}
+        if self._dtype is not None:
+            flat = self._whole.data.to(self._dtype)
+            leaves = [view.requires_grad_() for view in self._whole.views(flat)]
+            low = FlatBuffer(leaves)
+            self._copies = {
+                id(p): leaf for p, leaf in zip(self._whole.parameters, leaves, strict=True)
+            }
+        self._low, self._gradients = low, DirectGradients(low)
+        self._versions = self._version()
+        self._knows_unused = False
+
+    def _version(self) -> int:
+        """Changes if others than the optimizer write a parameter."""
+        return sum(p._version for p in self._parameters)
+
+    def gradient(
+        self, batch: Batch | None, first: bool, key: Hashable, items: Tensor | None,
+        function: Callable[[Any, Any], Tensor], inputs: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """Add the gradient of a micro-batch, without waiting for the device; returns its loss [].
+
+        The next call may overwrite the loss.
+
+        Args:
+            batch: None: the host could not pack it; then ``inputs`` are the function's, and no
+                graph is captured.
+            first: of the update; it overwrites the gradient.
+            key: all else on which the work depends.
+            items: [], a number that the function reads, or None.
+            function: takes the collator's tensors and ``items``, calls backward, returns the loss.
+        """
+        if first:
+            self._prepare()
+        if batch is None:
+            loss = self._compute(GivenPass(None, None), first, function, inputs, items)
+        else:
+            loss = self._launch(batch, first, key, items, function)
+        if first and not self._knows_unused:
+            self._leave_out_unused()
+        return loss
+
+    def _launch(
+        self, batch: Batch, first: bool, key: Hashable, items: Tensor | None,
+        function: Callable[[Any, Any], Tensor],
+    ) -> Tensor:  # fmt: skip
+        block = self._sent(batch)
+        if items is not None:
+            self._items.copy_(items)
+        given_items = None if items is None else self._items
+
+        def run() -> Tensor:
+            tensors, segments, rng = batch.open(block)
+            given = GivenPass(segments, rng)
+            return self._compute(given, first, function, tensors, given_items)
+
+        shapes = (batch.parts, first, key, items is None)
+        # The first batch of a number of rows runs eagerly, since cuBLASLt then times algorithms.
+        sizes = tuple(part.shape for part in batch.parts)
+        is_prepared = sizes in self._searched
+        loss: Tensor = self._graphs.launch(shapes, run, is_prepared)
+        self._searched.add(sizes)
+        return loss
+
+    def _prepare(self) -> None:
+        if not self._whole.intact():
+            self._graphs.clear()
+            self._lay_out()
+        elif self._copies and self._versions != self._version():
+            with torch.no_grad():
+                self._low.data.copy_(self._whole.data)
+            self._versions = self._version()
+
+    def _sent(self, batch: Batch) -> Tensor:
+        """The block on the device, at the address that graphs read."""
+        if self.device.type == "cpu":
+            return batch.block
+        size = len(batch.block)
+        if size > len(self._block):
+            self._graphs.clear()  # they read the old address
+            self._block = torch.zeros(2 * size, dtype=torch.uint8, device=self.device)
+        block = self._block[:size]
+        block.copy_(batch.block, non_blocking=True)
+        return block
+
+    def _compute(
+        self, given: GivenPass, first: bool, function: Callable[[Any, Any], Tensor], inputs: Any,
+        items: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        token = GIVEN.set(given)
+        try:
+            with (
+                _replaced(self.model, self._copies),
+                Pass(self._gradients).entered(),
+                self._gradients.write(accumulate=not first),
+            ):
+                return function(inputs, items).detach()
+        finally:
+            GIVEN.reset(token)
+
+    def _leave_out_unused(self) -> None:
+        """As in torch, parameters without a gradient are not updated."""
+        unused = {id(leaf) for leaf in self._gradients.unwritten()}
+        pairs = zip(self._whole.parameters, self._low.parameters, strict=True)
+        self.optimizer.leave_out([p for p, leaf in pairs if id(leaf) in unused])
+        self._knows_unused = True
+
+    def clip(self, max_norm: float) -> Tensor:
+        """The norm of the update's gradient, []; the update clips it, unless ``max_norm`` is 0."""
+        self.optimizer.give(
+            self._whole, self._gradients.flat, self._low.data if self._copies else None
+        )
+        return self.optimizer.clip_given(max_norm)
+
+
+@contextlib.contextmanager
+def _replaced(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
+    """Within the block, modules have other tensors in place of their parameters, by their id."""
+    before = [
+        (module._parameters, name, parameter)
+        for module in (model.modules() if tensors else ())
+        for name, parameter in module._parameters.items()
+        if id(parameter) in tensors
+    ]
+    for place, name, parameter in before:
+        place[name] = tensors[id(parameter)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for place, name, parameter in before:
+            place[name] = parameter
