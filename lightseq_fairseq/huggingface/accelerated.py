@@ -14,7 +14,7 @@ import functools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +26,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.bert import Bert
 from lightseq_fairseq.huggingface.covered import ACTIVATIONS, NotCovered, Reader, Reads, check
 from lightseq_fairseq.huggingface.half_copies import half_copies
-from lightseq_fairseq.layers.encoder import run_encoder
+from lightseq_fairseq.layers.encoder import EncoderParts, run_encoder
 from lightseq_fairseq.memory.packing import Segments
 from lightseq_fairseq.memory.parameters import FlatBuffer, flatten_parameters
 
@@ -105,16 +105,12 @@ class Accelerated:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """A file has Hugging Face's object, so that it can be loaded without this package."""
         state = {name: value for name, value in vars(self).items() if name != "_lightseq"}
-        return _new, (self._original,), state
+        return object.__new__, (self._original,), state
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = _new(type(self))
+        copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
-
-
-def _new(kind: Any) -> Any:
-    return kind.__new__(kind)
 
 
 @functools.cache
@@ -166,14 +162,15 @@ def accelerate(model: Model) -> Model:
             f"{type(model).__name__} is not supported (supported: {_SUPPORTED}): remove "
             "lightseq.accelerate."
         )
-    for encoder in found:
-        if not isinstance(encoder, Accelerated):
-            _check_supported(encoder)
-            outer = type(_owner(model, encoder)).__name__
-            reads = Reads(outer.endswith(_READ_PADS), not outer.endswith(_READ_TOKENS))
-            family = Bert(encoder, _ENCODERS[type(encoder).__name__])
-            encoder._lightseq = _State(family, reads)  # type: ignore[assignment]
-            encoder.__class__ = _class_of(type(encoder))  # type: ignore[arg-type]
+    new = [encoder for encoder in found if not isinstance(encoder, Accelerated)]
+    for encoder in new:
+        _check_supported(encoder)
+    for encoder in new:
+        outer = type(_owner(model, encoder)).__name__
+        reads = Reads(outer.endswith(_READ_PADS), not outer.endswith(_READ_TOKENS))
+        family = Bert(encoder, _ENCODERS[type(encoder).__name__])
+        encoder._lightseq = _State(family, reads)  # type: ignore[assignment]
+        encoder.__class__ = _class_of(type(encoder))  # type: ignore[arg-type]
     return model
 
 
@@ -281,7 +278,7 @@ def _forward(
         segments = _given_segments(cu_seqlens, longest, attention_mask, shape)
     else:
         segments = _segments(attention_mask, shape, like.device, state)
-    rng = _rng(model, like.device) if rng is None else rng
+    rng = _rng(model, layers, like.device) if rng is None else rng
     x = None
     if input_ids is not None and not _has_hooks(model.embeddings):
         try:
@@ -295,7 +292,8 @@ def _forward(
             input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids,
             inputs_embeds=inputs_embeds,
         )  # fmt: skip
-        x = segments.pack(padded).to(layers[0].fc1.weight.dtype)
+        x = segments.pack(padded)
+    x = x.to(layers[0].fc1.weight.dtype)
     states: list[Tensor] | None = [] if wants_states else None
     with torch.autocast(like.device.type, enabled=False):
         y = run_encoder(
@@ -323,18 +321,24 @@ def _option(options: dict[str, Any], config: Any, name: str) -> Any:
 
 
 def _tensors(model: Any, state: _State, device: torch.device) -> dict[int, Tensor]:
-    """``id(parameter)`` -> what the layers read in its place; neighbours are laid out first."""
-    parameters = list(model.parameters())
+    """``id(parameter)`` -> what the layers read in its place; neighbours are laid out first.
+
+    The embeddings read their own parameters: under autocast they are float32, as Hugging Face's.
+    """
+    encoder = model.encoder
     known = {id(p) for buffer in state.buffers for p in buffer.parameters}
-    if known != {id(p) for p in parameters} or not all(b.intact() for b in state.buffers):
-        for parameter in parameters:
-            if type(parameter) is not nn.Parameter or hasattr(parameter, "ds_id"):
+    if known != {id(p) for p in encoder.parameters()} or not all(b.intact() for b in state.buffers):
+        for parameter in model.parameters():
+            if hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
                 raise UserError(
                     "FSDP and DeepSpeed's ZeRO-3 need Hugging Face's layers: use DDP, or remove "
                     "lightseq.accelerate."
                 )
-        state.buffers = flatten_parameters(model, state.family.groups(model))
-    dtypes = {buffer.data.dtype for buffer in state.buffers}
+        state.family.layers(model, Reader({}))  # nothing is moved if this raises NotCovered
+        with torch.inference_mode(False):
+            state.buffers = flatten_parameters(encoder, state.family.groups(model))
+    words = model.embeddings.word_embeddings.weight
+    dtypes = {words.dtype, *(buffer.data.dtype for buffer in state.buffers)}
     if not torch.is_autocast_enabled(device.type):
         if len(dtypes) > 1:
             raise NotCovered("its parameters have several dtypes")
@@ -375,9 +379,11 @@ def _given_segments(
     return Segments(cu_seqlens.int(), int(longest), whole.positions, whole.index, shape)
 
 
-def _rng(model: nn.Module, device: torch.device) -> Tensor:
+def _rng(model: Any, layers: Sequence[EncoderParts], device: torch.device) -> Tensor:
     """The rng of all masks of a call, drawn on the device as Hugging Face draws masks."""
-    if not model.training:
+    first = model.embeddings.dropout
+    rates = [layer.dropout or layer.self_attn.dropout for layer in layers]
+    if not any(rates) and not (first.training and getattr(first, "p", 0.0)):
         return torch.zeros(2, dtype=torch.int64, device=device)
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 

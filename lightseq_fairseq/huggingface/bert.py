@@ -102,6 +102,7 @@ class Bert:
         self._check(layer.intermediate, "Intermediate")
         self._check(end, "Output")
         check(layer.intermediate.intermediate_act_fn, self._activation)
+        check(block.dropout, nn.Dropout)
         dropout = rate(end.dropout)
         if dropout != rate(behind.dropout):
             raise NotCovered("a layer has two dropout rates")
@@ -110,7 +111,8 @@ class Bert:
                 q_proj=reader.linear(block.query), k_proj=reader.linear(block.key),
                 v_proj=reader.linear(block.value), out_proj=reader.linear(behind.dense),
                 num_heads=block.num_attention_heads,
-                dropout=rate(block.dropout) if block.training else 0.0,
+                # Hugging Face asks the block, not the dropout, whether it trains.
+                dropout=float(block.dropout.p) if block.training else 0.0,
             ),
             self_attn_layer_norm=reader.layer_norm(behind.LayerNorm),
             fc1=reader.linear(layer.intermediate.dense), fc2=reader.linear(end.dense),
@@ -137,7 +139,8 @@ class Bert:
         words, places, kinds = (reader.tensor(table.weight) for table in tables)
         first = 0 if self.prefix == "Bert" else module.padding_idx + 1
         if positions is not None:
-            torch._assert_async((positions < len(places)).all(), "positions in [0, P)")
+            are_rows = (positions >= 0) & (positions < len(places))
+            torch._assert_async(are_rows.all(), "positions in [0, P)")
         elif first + ids.shape[1] > len(places):
             raise NotCovered("a sentence may have more tokens than there are positions")
         else:

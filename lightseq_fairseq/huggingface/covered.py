@@ -86,7 +86,10 @@ class Reader:
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
         self._tensors = tensors
 
-    def tensor(self, parameter: Tensor) -> Tensor:
+    def tensor(self, parameter: Tensor | None) -> Tensor:
+        if type(parameter) is not nn.Parameter:
+            what = "no" if parameter is None else f"a {type(parameter).__qualname__} as"
+            raise NotCovered(f"a layer has {what} weight or bias")
         return self._tensors.get(id(parameter), parameter)
 
     def linear(self, module: Any) -> Linear:
@@ -109,7 +112,9 @@ def check(module: nn.Module, kind: type) -> None:
     if type(module) is not kind:
         name = f"{type(module).__module__}.{type(module).__qualname__}"
         raise NotCovered(f"a layer has {name} in place of {kind.__name__}")
-    if "forward" in vars(module):
+    # transformers 5.0 leaves the class's own forward there when it has collected attentions.
+    forward = vars(module).get("forward")
+    if forward is not None and getattr(forward, "__func__", None) is not kind.forward:
         raise NotCovered(f"a {kind.__name__} has another forward")
     hooks = module._forward_hooks
     if hooks and any(hook.__module__ != _COLLECTING for hook in hooks.values()):

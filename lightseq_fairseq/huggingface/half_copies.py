@@ -32,7 +32,10 @@ class _HalfCopies(torch.autograd.Function):
     def forward(ctx: Any, buffer: FlatBuffer, dtype: torch.dtype, *parameters: Tensor) -> Any:
         ctx.buffer = buffer
         ctx.set_materialize_grads(False)
-        return tuple(buffer.views(buffer.data.to(dtype)))
+        copies = buffer.views(buffer.data.to(dtype))
+        frozen = [c for c, p in zip(copies, parameters, strict=True) if not p.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
