@@ -1,0 +1,71 @@
+"""DistributedDataParallel of accelerated models, on two processes."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.accelerated import assert_ours, assert_same, batch_of, build, computed, mask_of
+from torch import distributed, nn
+
+import lightseq_fairseq.huggingface as lightseq
+
+
+def compare(rank: int, models: list[Any], batches: list[list[Any]], autocast: bool) -> None:
+    """Gradients of two batches, and of two that are accumulated."""
+    plain, ours = (nn.parallel.DistributedDataParallel(model) for model in models)
+    for batch in batches[rank]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found, expected = computed(ours, batch), computed(plain, batch)
+        assert found.gradients and found.gradients.keys() == expected.gradients.keys()
+        for gradient in found.gradients.values():
+            of_all = [torch.empty_like(gradient) for _ in range(2)]
+            distributed.all_gather(of_all, gradient)
+            assert of_all[0].equal(of_all[1])
+        if not autocast:
+            assert_same(found, expected)
+    sums = []
+    for model in (ours, plain):
+        model.zero_grad()
+        with model.no_sync():
+            model(**batches[rank][0]).loss.backward()
+        model(**batches[rank][1]).loss.backward()
+        sums.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*sums, atol=1e-5, rtol=1e-5)
+    assert_ours(ours, len(batches[rank]) + 2)
+
+
+def run(rank: int, file: str, results: Any, *given: Any) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
+    try:
+        compare(rank, *given)
+        results.put("")
+    except BaseException:
+        results.put(traceback.format_exc())
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forked processes cannot train after CUDA")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_of_two_processes(tmp_path: Path, autocast: bool) -> None:
+    plain = build("BertForSequenceClassification")
+    models = [plain, lightseq.accelerate(copy.deepcopy(plain))]
+    lengths = [[(4, 7), (3, 5)], [(2, 9), (6, 1)]]
+    batches = [[batch_of(plain, mask_of(each)) for each in of_rank] for of_rank in lengths]
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    given = str(tmp_path / "store"), results, models, batches, autocast
+    processes = [context.Process(target=run, args=(rank, *given)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    found = [results.get() for _ in processes]
+    assert found == ["", ""], "\n".join(found)
