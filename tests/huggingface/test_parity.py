@@ -20,6 +20,7 @@ from helpers.accelerated import (
     pair,
     random_config,
     random_mask,
+    transformers,
 )
 from torch import Tensor
 
@@ -31,6 +32,9 @@ NAMES += [f"{kind}{head}" for kind in ("Roberta", "XLMRoberta", "Camembert") for
 
 @pytest.mark.parametrize("name", NAMES)
 def test_random_batches(name: str) -> None:
+    if name.startswith(("XLM", "Camembert")) and name.endswith("ForMultipleChoice"):
+        if transformers.__version__.startswith("5.0."):
+            pytest.skip("transformers 5.0 has no pooler for this head")
     source = random.Random(name)
     often = name.startswith(("Bert", "Roberta"))
     configs, batches = (10, 5) if often else (2, 3)
