@@ -87,7 +87,7 @@ class Reader:
         self._tensors = tensors
 
     def tensor(self, parameter: Tensor | None) -> Tensor:
-        if type(parameter) not in (nn.Parameter, Tensor):
+        if parameter is None or type(parameter) not in (nn.Parameter, Tensor):
             what = "no" if parameter is None else f"a {type(parameter).__qualname__} as"
             raise NotCovered(f"a layer has {what} weight or bias")
         return self._tensors.get(id(parameter), parameter)
