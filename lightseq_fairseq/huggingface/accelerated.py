@@ -253,6 +253,8 @@ def _forward(
     wants_states = _option(options, config, "output_hidden_states")
     if more or (input_ids is None) == (inputs_embeds is None):
         raise NotCovered("it is called with other arguments")
+    if config.is_decoder:
+        raise NotCovered("it is a decoder")
     if _option(options, config, "output_attentions"):
         raise NotCovered("it returns attentions")
     if wants_states and not isinstance(wants_states, bool):

@@ -64,12 +64,15 @@ class Bert:
     """
 
     def __init__(self, model: Any, prefix: str) -> None:
+        from transformers.activations import ACT2FN
+
         self.prefix = prefix
         self._classes: dict[str, type[nn.Module]] = {}
         for place in ("Embeddings", "Layer", "Attention", "SelfAttention", "SelfOutput",
                       "Intermediate", "Output", "Encoder"):  # fmt: skip
             self._classes[place] = getattr(modeling(model), prefix + place)
-        self._activation = type(model.encoder.layer[0].intermediate.intermediate_act_fn)
+        self._activation = ACTIVATIONS[model.config.hidden_act]
+        self._activation_class = type(ACT2FN[model.config.hidden_act])
 
     def groups(self, model: Any) -> list[list[Tensor]]:
         """Parameters that one product reads as one."""
@@ -83,16 +86,20 @@ class Bert:
 
     def layers(self, model: Any, reader: Reader) -> list[_Layer]:
         self._check(model.encoder, "Encoder")
-        activation = ACTIVATIONS[model.config.hidden_act]
+        if not len(model.encoder.layer):
+            raise NotCovered("it has no layers")
+        attention = model.config._attn_implementation or "eager"
+        if attention not in ("eager", "sdpa", "flex_attention") and "flash" not in attention:
+            raise NotCovered(f"its attention is {attention}")
         return [
-            self._layer(layer, reader, place * SITES_PER_LAYER, activation)
+            self._layer(layer, reader, place * SITES_PER_LAYER)
             for place, layer in enumerate(model.encoder.layer, 1)
         ]
 
     def _check(self, module: nn.Module, place: str) -> None:
         check(module, self._classes[place])
 
-    def _layer(self, layer: Any, reader: Reader, site: int, activation: str) -> _Layer:
+    def _layer(self, layer: Any, reader: Reader, site: int) -> _Layer:
         attention, end = layer.attention, layer.output
         block, behind = attention.self, attention.output
         self._check(layer, "Layer")
@@ -101,7 +108,7 @@ class Bert:
         self._check(behind, "SelfOutput")
         self._check(layer.intermediate, "Intermediate")
         self._check(end, "Output")
-        check(layer.intermediate.intermediate_act_fn, self._activation)
+        check(layer.intermediate.intermediate_act_fn, self._activation_class)
         check(block.dropout, nn.Dropout)
         dropout = rate(end.dropout)
         if dropout != rate(behind.dropout):
@@ -117,7 +124,7 @@ class Bert:
             self_attn_layer_norm=reader.layer_norm(behind.LayerNorm),
             fc1=reader.linear(layer.intermediate.dense), fc2=reader.linear(end.dense),
             final_layer_norm=reader.layer_norm(end.LayerNorm), dropout=dropout,
-            activation=activation, site=site,
+            activation=self._activation, site=site,
         )  # fmt: skip
 
     def embedded(

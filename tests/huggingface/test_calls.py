@@ -267,3 +267,11 @@ def test_evaluation_without_gradients_comes_first() -> None:
     ours.train()
     both(plain, ours, batch)
     assert_ours(ours, 2)
+
+
+def test_rows_of_pads_are_zero() -> None:
+    _, ours = pair("BertModel")
+    batch = batch_of(ours, mask_of(LENGTHS))
+    found = ours(**batch).last_hidden_state[batch["attention_mask"] == 0]
+    assert len(found) == 8 and not found.any()
+    assert_ours(ours)

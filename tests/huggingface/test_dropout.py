@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from helpers.accelerated import (
 from torch import Tensor, nn
 
 import lightseq_fairseq.huggingface as lightseq
+from lightseq_fairseq import ops
 
 LENGTHS = (4, 7, 2)
 
@@ -134,6 +136,21 @@ def test_mean_over_masks(place: Callable[[Any], Any]) -> None:
     assert float(((mean - expected) / error).abs().max()) < 6
     torch.testing.assert_close(spread, wanted, rtol=0.15, atol=0)
     assert_ours(ours)
+
+
+def test_each_place_has_its_own_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = pair("BertForMaskedLM", hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    sites: list[int] = []
+
+    def watched(op: Any, *given: Any, **options: Any) -> Any:
+        masks = [x for x in (*given, *options.values()) if isinstance(x, ops.Dropout)]
+        sites.extend(mask.site for mask in masks)
+        return op(*given, **options)
+
+    for name in ("embedding_layer_norm_fwd", "attention_fwd", "dropout_residual_layer_norm_fwd"):
+        monkeypatch.setattr(ops, name, functools.partial(watched, getattr(ops, name)))
+    ours(**batch_of(ours, mask_of(LENGTHS)))
+    assert len(sites) == len(set(sites)) == 1 + 2 * 3  # the embedding's, and those of each layer
 
 
 def test_masks_follow_the_seed() -> None:

@@ -20,6 +20,8 @@ from helpers.accelerated import (
 )
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lightseq_fairseq.huggingface as lightseq
 
@@ -72,7 +74,24 @@ def other_dropout(block: Any) -> None:
     block.dropout = nn.AlphaDropout(0.0)
 
 
+def twice(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+    return 2.0 * ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **options)[0], None
+
+
+def other_attention(block: Any) -> None:
+    ALL_ATTENTION_FUNCTIONS.register("twice", twice)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("twice", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    block.config._attn_implementation = "twice"
+
+
+def decoder(block: Any) -> None:
+    block.config.is_decoder = True
+    block.config.use_cache = False
+
+
 CHANGES: dict[Callable[[Any], None], str] = {
+    other_attention: "its attention is twice",
+    decoder: "it is a decoder",
     subclass: "a layer has test_fallbacks.Scaled in place of Linear",
     hook: "a Linear has hooks",
     early_hook: "a BertSelfAttention has hooks",
@@ -100,6 +119,46 @@ def test_changed_layers(change: Callable[[Any], None], first: str) -> None:
     assert lightseq.report(ours).fallbacks == {CHANGES[change]: 2}
     if first == "changed first":  # nothing was moved in vain
         assert [p.data_ptr() for p in ours.parameters()] == before
+
+
+@pytest.mark.parametrize("first", ["changed first", "changed later"])
+def test_other_activations(first: str) -> None:
+    plain = build("BertForMaskedLM", hidden_act="gelu")
+    ours = copy.deepcopy(plain)
+    batch = batch_of(plain, mask_of(LENGTHS))
+    if first == "changed later":
+        lightseq.accelerate(ours)
+    for model in (plain, ours):
+        for layer in model.bert.encoder.layer:
+            layer.intermediate.intermediate_act_fn = nn.ReLU()
+    lightseq.accelerate(ours)
+    with one_warning("a layer has torch.nn.modules.activation.ReLU in place of GELUActivation"):
+        assert_same(computed(ours, batch), computed(plain, batch))
+
+
+def test_a_configuration_that_changes_later() -> None:
+    """Modules do not read it again."""
+    plain, ours = pair("BertForMaskedLM", hidden_act="gelu")
+    batch = batch_of(plain, mask_of(LENGTHS))
+    for model in (plain, ours):
+        model.config.hidden_act, model.config.layer_norm_eps = "relu", 0.1
+        model.config.num_attention_heads, model.config.hidden_dropout_prob = 4, 0.5
+    assert_same(computed(ours, batch), computed(plain, batch))
+    assert_ours(ours)
+
+
+def test_fewer_layers() -> None:
+    plain, ours = pair("BertForMaskedLM", num_hidden_layers=3)
+    batch = batch_of(plain, mask_of(LENGTHS))
+    for count in (3, 2):
+        for model in (plain, ours):
+            model.bert.encoder.layer = model.bert.encoder.layer[:count]
+        assert_same(computed(ours, batch), computed(plain, batch))
+    assert_ours(ours, 2)
+    for model in (plain, ours):
+        model.bert.encoder.layer = model.bert.encoder.layer[:0]
+    with one_warning("it has no layers"):
+        assert_same(computed(ours, batch), computed(plain, batch))
 
 
 def test_one_warning_for_each_reason() -> None:
