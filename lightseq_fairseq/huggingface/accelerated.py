@@ -28,7 +28,12 @@ from lightseq_fairseq.huggingface.covered import ACTIVATIONS, NotCovered, Reader
 from lightseq_fairseq.huggingface.half_copies import half_copies
 from lightseq_fairseq.layers.encoder import EncoderParts, run_encoder
 from lightseq_fairseq.memory.packing import Segments
-from lightseq_fairseq.memory.parameters import FlatBuffer, flatten_parameters
+from lightseq_fairseq.memory.parameters import (
+    FlatBuffer,
+    as_one,
+    flat_buffers,
+    flatten_parameters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -337,8 +342,12 @@ def _tensors(model: Any, state: _State, device: torch.device) -> dict[int, Tenso
                     "lightseq.accelerate."
                 )
         state.family.layers(model, Reader({}))  # nothing is moved if this raises NotCovered
+        groups = [g for g in state.family.groups(model) if len({p.requires_grad for p in g}) == 1]
         with torch.inference_mode(False):
-            state.buffers = flatten_parameters(encoder, state.family.groups(model))
+            # Parameters that a captured step has placed in its own order stay there.
+            if any(as_one(group).data_ptr() != group[0].data_ptr() for group in groups):
+                flatten_parameters(encoder, groups)
+            state.buffers = flat_buffers(encoder.parameters())
     words = model.embeddings.word_embeddings.weight
     dtypes = {words.dtype, *(buffer.data.dtype for buffer in state.buffers)}
     if not torch.is_autocast_enabled(device.type):

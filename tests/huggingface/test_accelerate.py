@@ -24,6 +24,7 @@ from torch import nn
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.memory.parameters import as_one, flatten_parameters
 
 LENGTHS = (4, 7, 2)
 
@@ -194,6 +195,30 @@ def test_changes_of_single_weights() -> None:
             model.bert.encoder.layer[1].output.LayerNorm.bias.fill_(0.5)
     assert_same(computed(ours, batch), computed(plain, batch))
     assert_ours(ours)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_parameters_in_the_order_of_an_optimizer_are_not_moved(autocast: bool) -> None:
+    plain, ours = pair("BertForMaskedLM")
+    batch = batch_of(plain, mask_of(LENGTHS))
+    weights = [p for p in ours.parameters() if p.dim() > 1]
+    flatten_parameters(ours, ours.bert._lightseq.family.groups(ours.bert), first=weights)
+    before = [p.data_ptr() for p in ours.parameters()]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, expected = computed(ours, batch), computed(plain, batch)
+    assert [p.data_ptr() for p in ours.parameters()] == before
+    if not autocast:
+        assert_same(found, expected)
+    assert_ours(ours)
+
+
+def test_projections_are_placed_side_by_side() -> None:
+    _, ours, _ = used()
+    for layer in ours.bert.encoder.layer:
+        block = layer.attention.self
+        for kind in ("weight", "bias"):
+            parts = [getattr(x, kind) for x in (block.query, block.key, block.value)]
+            assert as_one(parts).data_ptr() == parts[0].data_ptr()
 
 
 FROZEN = {

@@ -288,18 +288,11 @@ def test_pads_in_question_answering() -> None:
     assert lightseq.report(ours).calls == 2
 
 
-@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16])
-def test_autocast(given: torch.dtype) -> None:
+def test_autocast_in_float16() -> None:
     plain, ours = pair("BertForMaskedLM")
     batch = batch_of(plain, mask_of(LENGTHS))
-    with torch.autocast("cpu", given):
-        if given == torch.bfloat16:
-            assert ours(**batch).logits.dtype == torch.bfloat16
-            assert ours.bert(batch["input_ids"]).last_hidden_state.dtype == torch.float32
-            assert_ours(ours)
-            return
-        with one_warning("autocast computes in float16"):
-            found, expected = ours(**batch), plain(**batch)
+    with torch.autocast("cpu", torch.float16), one_warning("autocast computes in float16"):
+        found, expected = ours(**batch), plain(**batch)
     torch.testing.assert_close(found.loss, expected.loss)
 
 

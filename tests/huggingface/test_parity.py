@@ -25,6 +25,7 @@ from helpers.accelerated import (
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
+from lightseq_fairseq.huggingface.half_copies import half_copies
 
 NAMES = [f"Bert{head}" for head in BERT_HEADS]
 NAMES += [f"{kind}{head}" for kind in ("Roberta", "XLMRoberta", "Camembert") for head in HEADS]
@@ -98,3 +99,20 @@ def test_errors_of_bfloat16(name: str, mode: str) -> None:
         assert_ours(ours)
     ratios = {layer: float(mine / theirs) ** 0.5 for layer, (mine, theirs) in errors.items()}
     assert len(ratios) == 4 and max(ratios.values()) < 2, ratios
+
+
+def test_autocast_in_bfloat16() -> None:
+    """Layers compute in bfloat16, results are float32, and what is not needed has no gradient."""
+    _, ours = pair("BertModel")
+    batch = batch_of(ours, mask_of([4, 7, 2]))
+    frozen = ours.encoder.layer[0].intermediate.dense.weight.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        first, second = ours(**batch, output_hidden_states=True).hidden_states[1:]
+        copies = half_copies(ours._lightseq.buffers, torch.bfloat16)
+    assert second.dtype == torch.float32 and second.bfloat16().float().equal(second)
+    assert not copies[id(frozen)].requires_grad
+    first.square().mean().backward()
+    has_gradient = {name: p.grad is not None for name, p in ours.named_parameters()}
+    without = ("encoder.layer.1.", "pooler.", "encoder.layer.0.intermediate.dense.weight")
+    assert has_gradient == {name: not name.startswith(without) for name in has_gradient}
+    assert_ours(ours, 1)
