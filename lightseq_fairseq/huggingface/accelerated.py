@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.bert import Bert
-from lightseq_fairseq.huggingface.covered import ACTIVATIONS, NotCovered, Reader, Reads, check
+from lightseq_fairseq.huggingface.covered import ACTIVATIONS, NotCovered, Reader, Reads
 from lightseq_fairseq.huggingface.half_copies import half_copies
 from lightseq_fairseq.layers.encoder import EncoderParts, run_encoder
 from lightseq_fairseq.memory.packing import Segments
@@ -287,13 +287,13 @@ def _forward(
         segments = _segments(attention_mask, shape, like.device, state)
     rng = _rng(model, layers, like.device) if rng is None else rng
     x = None
-    if input_ids is not None and not _has_hooks(model.embeddings):
+    if input_ids is not None:
         try:
             x = state.family.embedded(
                 model, reader, segments, rng, input_ids, token_type_ids, position_ids
             )
         except NotCovered:
-            x = None  # Hugging Face's own embedding, for example with noise (NEFTune)
+            x = None  # Hugging Face's own embedding, for example with hooks (NEFTune)
     if x is None:
         padded = model.embeddings(
             input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids,
@@ -405,11 +405,3 @@ def _recomputes(model: Any) -> bool:
     if len(flags) > 1:
         raise NotCovered("only some layers are checkpointed")
     return torch.is_grad_enabled() and flags == {True}
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    try:
-        check(module, type(module))
-    except NotCovered:
-        return True
-    return False

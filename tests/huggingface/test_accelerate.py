@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import sys
 from pathlib import Path
@@ -54,6 +55,7 @@ def test_the_object_stays() -> None:
     assert [n for n, _ in ours.named_modules()] == [n for n, _ in plain.named_modules()]
     assert [n for n, _ in ours.named_buffers()] == [n for n, _ in plain.named_buffers()]
     assert_bitwise(ours.state_dict(), plain.state_dict())
+    assert inspect.signature(ours.bert.forward) == inspect.signature(plain.bert.forward)
     parameters = dict(ours.named_parameters())
     assert lightseq.accelerate(ours) is ours
     assert all(p is parameters[name] for name, p in ours.named_parameters())

@@ -164,13 +164,19 @@ def test_given_embeddings(name: str) -> None:
             model(input_ids=ids, inputs_embeds=batch["inputs_embeds"])
 
 
-def test_masks_of_other_dtypes() -> None:
-    plain, ours = pair("BertForMaskedLM")
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForMaskedLM"])
+def test_inputs_of_other_dtypes_and_strides(name: str) -> None:
+    plain, ours = pair(name)
     batch = batch_of(plain, mask_of(LENGTHS))
+    mask = batch["attention_mask"]
     for dtype in (torch.bool, torch.int32, torch.float32):
-        mask = batch["attention_mask"].to(dtype)
-        both(plain, ours, {**batch, "attention_mask": mask})
-    assert_ours(ours)
+        both(plain, ours, {**batch, "attention_mask": mask.to(dtype)})
+    for key in ("input_ids", "token_type_ids"):
+        both(plain, ours, {**batch, key: batch[key].int()})
+    both(plain, ours, {**batch, "token_type_ids": batch["token_type_ids"][:1]})
+    strided = {key: batch[key].t().contiguous().t() for key in batch if key != "labels"}
+    both(plain, ours, {**batch, **strided})
+    assert_ours(ours, 7)
 
 
 def test_masks_of_pairs_of_tokens() -> None:

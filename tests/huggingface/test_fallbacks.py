@@ -195,8 +195,8 @@ def test_hooks_of_the_embedding_are_called() -> None:
     """As NEFTune has them; our layers compute the rest."""
     plain, ours = pair("BertForSequenceClassification")
     for model in (plain, ours):
-        table = model.get_input_embeddings()
-        table.register_forward_hook(lambda module, inputs, output: output + 0.5)
+        for module in (model.get_input_embeddings(), model.bert.embeddings):
+            module.register_forward_hook(lambda module, inputs, output: output * 1.5)
     batch = batch_of(plain, mask_of(LENGTHS))
     assert_same(computed(ours, batch), computed(plain, batch))
     assert_ours(ours)
