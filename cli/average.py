@@ -11,13 +11,13 @@ import click
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.commands import own
+from lightseq_fairseq.cli.words.argv import flag_of
 
 Checkpoint = dict[str, Any]
 
 EPOCHS = re.compile(r"checkpoint(\d+)\.pt")
 UPDATES = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 _NAMES = {EPOCHS: "checkpoint<epoch>.pt", UPDATES: "checkpoint_<epoch>_<updates>.pt"}
-_KEPT = {EPOCHS: "without --no-epoch-checkpoints", UPDATES: "with --save-interval-updates"}
 
 
 @own("lightseq-average")
@@ -156,15 +156,18 @@ def _chosen(
             "set --inputs to one folder."
         )
     kind = EPOCHS if updates is None else UPDATES
-    if not _numbered(inputs[0], kind, None):
+    kept = _numbered(inputs[0], kind, None)
+    if not kept:
         raise _none_kept(inputs[0], kind)
     found = _numbered(inputs[0], kind, bound)
     if len(found) < count:
         up_to = "" if bound is None else f" up to {bound}"
+        because, remedy = "", "raise --checkpoint-upper-bound"
+        if found and len(kept) < count:
+            because, remedy = _cause(inputs[0], kind, len(kept))
         raise UserError(
             f"{inputs[0]} contains only {len(found)} of {count} checkpoints named {_NAMES[kind]}"
-            f"{up_to}: {'ask for fewer' if found else 'raise --checkpoint-upper-bound'}, or train "
-            "longer and keep more of them (--keep-last-epochs, --keep-interval-updates)."
+            f"{up_to}{because}: {'ask for fewer, or ' * bool(found)}{remedy}."
         )
     return found[:count]
 
@@ -180,11 +183,55 @@ def _all_of(path: Path) -> list[Path]:
 
 
 def _none_kept(folder: Path, *kinds: re.Pattern[str]) -> UserError:
-    names, flags = (" or ".join(words[kind] for kind in kinds) for words in (_NAMES, _KEPT))
+    because, remedy = _cause(folder, kinds[0], 0)
+    instead = [f"use {path.name} itself, or " for path in _unnumbered(folder)][:1]
     return UserError(
-        f"{folder} contains no checkpoints named {names}. A run keeps them {flags}. "
-        "Otherwise use checkpoint_best.pt itself."
+        f"{folder} contains no checkpoints named {' or '.join(_NAMES[kind] for kind in kinds)}"
+        f"{because}: {''.join(instead)}{remedy}."
     )
+
+
+def _cause(folder: Path, kind: re.Pattern[str], kept: int) -> tuple[str, str]:
+    """Why a run has only ``kept`` checkpoints of a kind, by its settings, and how to get more."""
+    settings = _settings(folder)
+    if kind is EPOCHS:
+        unit, interval, keep = "epochs", "save_interval", "keep_last_epochs"
+    else:
+        unit, interval, keep = "updates", "save_interval_updates", "keep_interval_updates"
+    lower, larger = f"with a lower {flag_of(interval)}", f"a larger {flag_of(keep)}"
+    if not settings:
+        without = ", or without --no-epoch-checkpoints" * (kind is EPOCHS)
+        return "", f"train longer, {lower} or {larger}{without}"
+    if kind is EPOCHS and settings["no_epoch_checkpoints"]:
+        return ", because the run has --no-epoch-checkpoints", "train without this flag"
+    if kind is UPDATES and settings[interval] <= 0:
+        return ", because the run has no --save-interval-updates", "train with this flag"
+    if 0 < settings[keep] <= kept:
+        because = f"the run keeps only the last {settings[keep]} ({flag_of(keep)})"
+        return f", because {because}", f"train with {larger}"
+    if (every := settings[interval]) > 1:
+        because = f"the run writes one every {every} {unit} ({flag_of(interval)})"
+        return f", because {because}", f"train longer or {lower}"
+    return "", "train longer"
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The settings of a run about its checkpoints, from one of them; {} without such a file."""
+    from lightseq_fairseq import fairseq_compat
+
+    fairseq_compat.prepare()
+    from lightseq_fairseq.cli.checks.checkpoints import saved
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+    files = [*_unnumbered(folder), *_numbered(folder, EPOCHS, None)]
+    files += _numbered(folder, UPDATES, None)
+    return settings_of(saved(str(files[0])), "checkpoint") if files else {}
+
+
+def _unnumbered(folder: Path) -> list[Path]:
+    """The best and the last checkpoint of a run, if they exist."""
+    paths = (folder / f"checkpoint_{name}.pt" for name in ("best", "last"))
+    return [path for path in paths if path.exists()]
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str], bound: int | None) -> list[Path]:

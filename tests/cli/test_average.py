@@ -121,6 +121,54 @@ def test_what_cannot_be_averaged_is_refused_and_nothing_written(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+EPOCH, UPDATE = "checkpoint<epoch>.pt", "checkpoint_<epoch>_<updates>.pt"
+BEST = "use checkpoint_best.pt itself, or"
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked", "said"),
+    [
+        (
+            "--save-interval 2", "epoch",
+            f"only 1 of 9 checkpoints named {EPOCH}, because the run writes one every 2 epochs "
+            "(--save-interval): ask for fewer, or train longer or with a lower --save-interval.",
+        ),
+        (
+            "--save-interval 2 --keep-last-epochs 1", "epoch",
+            f"only 1 of 9 checkpoints named {EPOCH}, because the run keeps only the last 1 "
+            "(--keep-last-epochs): ask for fewer, or train with a larger --keep-last-epochs.",
+        ),
+        ("", "epoch", f"only 2 of 9 checkpoints named {EPOCH}: ask for fewer, or train longer."),
+        (
+            "--no-epoch-checkpoints", "epoch",
+            f"no checkpoints named {EPOCH}, because the run has --no-epoch-checkpoints: {BEST} "
+            "train without this flag.",
+        ),
+        (
+            "", "update",
+            f"no checkpoints named {UPDATE}, because the run has no --save-interval-updates: "
+            f"{BEST} train with this flag.",
+        ),
+        (
+            "--save-interval-updates 9 --max-tokens 40", "update",
+            f"only 1 of 9 checkpoints named {UPDATE}, because the run writes one every 9 updates "
+            "(--save-interval-updates): ask for fewer, or train longer or with a lower "
+            "--save-interval-updates.",
+        ),
+    ],
+)  # fmt: skip
+def test_too_few_checkpoints_name_the_flag_of_the_run(
+    data: Path, tmp_path: Path, flags: str, asked: str, said: str
+) -> None:
+    small = [word for word in SMALL if word != "--no-epoch-checkpoints"]
+    words = "--arch ls_transformer_tiny --max-epoch 2 --max-update 99"
+    succeed("train", data, *small, *words.split(), *flags.split(), "--save-dir", tmp_path)
+    result = run(
+        "average", "--inputs", tmp_path, f"--num-{asked}-checkpoints", "9", "--output", "x.pt"
+    )
+    assert result.stderr == f"lightseq-average: error: {tmp_path} contains {said}\n"
+
+
 @pytest.mark.parametrize("precision", [(), ("--bf16",)])
 def test_the_average_of_a_run_translates_here_and_in_fairseq(
     data: Path, tmp_path: Path, precision: tuple[str, ...]
