@@ -86,14 +86,15 @@ class Report:
     def load_checkpoint(
         self, original: Callable[..., Any], settings: Any, trainer: Any, **others: Any
     ) -> Any:
-        """fairseq's ``load_checkpoint``; logs why a run that has ended trains no further."""
+        """fairseq's ``load_checkpoint``; logs why a run that has ended trains no further, or that
+        its schedule ends before it."""
         extra_state, epochs = original(settings, trainer, **others)
         self._trainer = trainer
         self._note_saving()
         self._ended = resuming.ended(trainer, epochs)
         if self._ended is not None:
             self._log(f"nothing to train: {self._ended}; for a new run, set another --save-dir")
-        elif (idle := resuming.idle(trainer)) is not None:
+        elif (idle := resuming.idle(trainer, epochs)) is not None:
             self._log(f"note: {idle}")
         return extra_state, epochs
 

@@ -152,19 +152,42 @@ def ended(trainer: Any, epochs: Any) -> str | None:
     raised = f"--{flag}"
     end = _end(trainer.lr_scheduler)
     if end is not None and end.update <= updates:
-        raised += f" and, if the command has it, {end.flag} (at update {end.update:g} {end.what})"
+        raised += f" and, if the command has it, {end.flag} (at update {end.update:.0f} {end.what})"
     return f"{has}, and --{flag} is {limit:g}; to train on, raise {raised}"
 
 
-def idle(trainer: Any) -> str | None:
-    """A note if the updates of a run that resumes change nothing; None if they do."""
-    end, rate = _end(trainer.lr_scheduler), native.Trainer.get_lr(trainer)
-    if rate != 0 or end is None or trainer.get_num_updates() < end.update:
+def idle(trainer: Any, epochs: Any) -> str | None:
+    """A note if the schedule ends before the run, or has ended with learning rate 0; else None.
+
+    epochs: fairseq's iterator of epochs.
+    """
+    end, updates = _end(trainer.lr_scheduler), trainer.get_num_updates()
+    if end is None:
         return None
-    return (
-        f"the learning rate is 0 from update {end.update:g} on ({end.flag}), so training changes "
-        f"nothing: raise {end.flag}"
-    )
+    begins = f"{end.what} from update {end.update:.0f} on ({end.flag})"
+    if end.update <= updates:
+        is_idle = native.Trainer.get_lr(trainer) == 0
+        return f"{begins}, so training changes nothing: raise {end.flag}" if is_idle else None
+    last, limit = _last(trainer.cfg.optimization, len(epochs))
+    if not end.stays or last <= end.update:
+        return None
+    to, lower = (f" to {limit}", f", or lower {limit.split()[0]}") if limit else ("", "")
+    return f"{begins}, but the run goes on{to}: raise {end.flag}{lower}"
+
+
+def _last(limits: Any, batches: int) -> tuple[float, str]:
+    """At least how many updates a run makes if it is not stopped, and the limit that ends it.
+
+    batches: those of an epoch.
+    """
+    found = [(math.inf, "")]
+    if limits.max_update > 0:
+        found.append((limits.max_update, f"--max-update {limits.max_update}"))
+    if limits.max_epoch > 0:
+        each = [batches // count for count in limits.update_freq[: limits.max_epoch]]
+        updates = sum(each) + (limits.max_epoch - len(each)) * each[-1]
+        found.append((updates, f"--max-epoch {limits.max_epoch}"))
+    return min(found)
 
 
 class _End(NamedTuple):
@@ -173,6 +196,7 @@ class _End(NamedTuple):
     update: float
     flag: str
     what: str
+    stays: bool = True  # the learning rate that it has there
 
 
 def _end(schedule: Any) -> _End | None:
@@ -189,7 +213,7 @@ def _end(schedule: Any) -> _End | None:
         return _End(update, "--decay-steps", f"the learning rate is {schedule.final_lr:g}")
     if isinstance(schedule, cosine_lr_scheduler.CosineLRSchedule) and cfg.lr_period_updates > 0:
         update = cfg.warmup_updates + cfg.lr_period_updates
-        return _End(update, "--lr-period-updates", "the learning rate rises again")
+        return _End(update, "--lr-period-updates", "the learning rate rises again", False)
     return None
 
 

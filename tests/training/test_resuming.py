@@ -219,19 +219,32 @@ def test_a_run_that_has_ended_names_the_end_of_its_schedule(
     assert raised == more
 
 
+NOTES = {
+    "ended": (
+        "note: the learning rate is 0 from update 4 on (--total-num-update), so training changes "
+        "nothing: raise --total-num-update"
+    ),
+    "later": (
+        "note: the learning rate is 0 from update 5 on (--total-num-update), but the run goes on "
+        "to --max-update 6: raise --total-num-update, or lower --max-update"
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("flags", "idle"),
+    ("flags", "note"),
     [
-        ({}, True),
-        ({"total_num_update": 5}, False),
-        ({"end_learning_rate": 1e-3}, False),
-        ({"lr_scheduler": "inverse_sqrt", "total_num_update": None, "warmup_updates": 2}, False),
+        ({}, "ended"),
+        ({"total_num_update": 5}, "later"),
+        ({"total_num_update": 6}, ""),
+        ({"end_learning_rate": 1e-3}, ""),
+        ({"lr_scheduler": "inverse_sqrt", "total_num_update": None, "warmup_updates": 2}, ""),
     ],
-    ids=["ended", "later", "not to 0", "without an end"],
+    ids=["ended", "later", "not in this run", "not to 0", "without an end"],
 )
 @pytest.mark.parametrize("native", [False, True])
 def test_a_run_past_the_end_of_its_schedule_is_noted(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: dict[str, Any], idle: bool,
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: dict[str, Any], note: str,
     native: bool,
 ) -> None:  # fmt: skip
     flags = {**(runs.NATIVE if native else runs.LS), **POLYNOMIAL, **flags}
@@ -239,11 +252,41 @@ def test_a_run_past_the_end_of_its_schedule_is_noted(
     caplog.set_level(logging.INFO)
     caplog.clear()
     assert len(runs.run(data, tmp_path, native, **flags, max_update=6)) == 2
-    note = (
-        "note: the learning rate is 0 from update 4 on (--total-num-update), so training changes "
-        "nothing: raise --total-num-update"
-    )
-    assert re.findall("note: .*", caplog.text) == [note] * idle
+    assert re.findall("note: .*", caplog.text) == [NOTES[name] for name in [note] if name]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "polynomial_decay --total-num-update 2 --max-update 4",
+            "is 0 from update 2 on (--total-num-update), but the run goes on to --max-update 4: "
+            "raise --total-num-update, or lower --max-update",
+        ),
+        (
+            "polynomial_decay --total-num-update 2 --end-learning-rate 1e-5 --max-epoch 3 "
+            "--max-update 0 --update-freq 1,2",
+            "is 1e-05 from update 2 on (--total-num-update), but the run goes on to --max-epoch 3: "
+            "raise --total-num-update, or lower --max-epoch",
+        ),
+        (
+            "polynomial_decay --total-num-update 1 --max-update 0 --stop-time-hours 1e-9",
+            "is 0 from update 1 on (--total-num-update), but the run goes on: raise "
+            "--total-num-update",
+        ),
+        ("polynomial_decay --total-num-update 4 --max-update 4", None),
+        ("polynomial_decay --total-num-update 2000 --max-update 3000 --max-epoch 1", None),
+        ("cosine --lr-period-updates 2 --max-update 4", None),
+    ],
+)
+def test_a_new_run_longer_than_its_schedule_is_noted(
+    binarised: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, words: str, said: str | None
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = f"--arch ls_transformer_tiny --optimizer ls_adam --lr 1e-3 --lr-scheduler {words}"
+    cli_runs.succeed("train", binarised, *cli_runs.SMALL, *run.split(), "--save-dir", tmp_path)
+    notes = re.findall("note: the learning rate (.*)", caplog.text)
+    assert notes == ([said] if said else [])
 
 
 @pytest.mark.parametrize(
