@@ -24,6 +24,7 @@ LEVELS = ("debug", "info", "warning", "error")
 _NEVER = {
     # and --sacrebleu: our BLEU is sacrebleu's
     "fairseq_cli.generate": "If you are using BPE|BLEU score is being computed by splitting",
+    "fairseq.nan_detector": "Detected nan/inf|gradients: |norms: ",  # all numbers of the model
     "fairseq.dataclass.utils": "Error when composing. Overrides:",  # and the whole configuration
     "fairseq_cli.hydra_train": "Failed to get config name",
     "torch.multiprocessing.spawn": "Terminating process",

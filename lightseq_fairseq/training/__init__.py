@@ -10,6 +10,7 @@ stopping      signals that end training with a checkpoint
 resuming      the state of schedules and of --patience in checkpoints
 process       wraps fairseq's training in each process
 progress      writes the line of a log interval when its results have arrived
+divergence    the message of a run whose gradients are not finite
 report        log lines about a run: model, data, step; speed, memory and checkpoints
 ranks         reports ranks that no longer respond
 

@@ -462,32 +462,19 @@ class CapturedTraining:
         trainer = self.trainer
         self._started.clear()
         trainer.set_num_updates(int(values[State.NUM_UPDATES]))
-        reason = f"gradients are Nan/Inf in update {trainer.get_num_updates() + 1}."
+        reason = "gradients are Nan/Inf"
         if values[State.STOPPED] == StopReason.LEAST_SCALE:
-            reason = (
-                f"Minimum loss scale reached ({trainer.cfg.common.min_loss_scale}). Your loss is "
-                "probably exploding. Try lowering the learning rate, using gradient clipping or "
-                "increasing the batch size."
-            )
-        checkpoint = trainer.cfg.checkpoint
-        path = os.path.join(checkpoint.save_dir, "crash.pt")
+            reason = f"Minimum loss scale reached ({trainer.cfg.common.min_loss_scale})"
         trainer.consolidate_optimizer()
         try:
-            trainer.save_checkpoint(path, {})
+            # As in fairseq, the file does not store the position in the epoch.
+            trainer.save_checkpoint(os.path.join(trainer.cfg.checkpoint.save_dir, "crash.pt"), {})
             WRITER.finish()
         except UserError as error:
-            raise FloatingPointError(
-                f"{reason} The state before this update could not be saved: {error}"
-            ) from error
+            raise FloatingPointError(reason) from error
         finally:
             self._step.ranks.wait()  # the first rank to end would end the others
-        # As in fairseq, crash.pt does not store the position in the epoch.
-        instead = " instead of --finetune-from-model" * bool(checkpoint.finetune_from_model)
-        raise FloatingPointError(
-            f"{reason} The state before this update is saved in {path}. To continue from it, at "
-            "the start of the first epoch, lower --lr or set --clip-norm, and add --restore-file "
-            f"{path} --reset-dataloader{instead}. If it fails again, use an earlier checkpoint."
-        )
+        raise FloatingPointError(reason)  # `divergence` says what to do
 
     def _recover(self, error: RuntimeError) -> None:
         """Recover from out of memory as fairseq does: log it, drop the batch, continue."""

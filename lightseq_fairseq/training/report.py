@@ -30,7 +30,7 @@ from fairseq.data import (
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 
-from lightseq_fairseq.training import resuming
+from lightseq_fairseq.training import divergence, resuming
 from lightseq_fairseq.training.progress import EpochProgress
 
 # fairseq's --log-file receives the lines of this logger.
@@ -118,6 +118,8 @@ class Report:
         began = time.perf_counter()
         try:
             return original(cfg, trainer, *others)
+        except FloatingPointError as error:
+            raise divergence.explained(error, trainer, self._diverged) from error
         finally:
             self._seconds += time.perf_counter() - began
 
@@ -139,8 +141,7 @@ class Report:
             self._diverged = True
             self._log(
                 "note: the validation loss is NaN: training has diverged, and its checkpoints are "
-                "of no use from now on; lower --lr, or begin with an earlier checkpoint: "
-                "docs/faq.md (My loss is NaN)"
+                "of no use from now on: docs/faq.md (My loss is NaN)"
             )
         if not should_stop and (losses != [None] or now >= self._next):
             self._log(*self._progress(arguments[0], arguments[3], now))

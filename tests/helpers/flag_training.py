@@ -172,13 +172,8 @@ def train(inputs: dict[str, Path], save_dir: Path, line: str, native: bool) -> T
             parts = runs.NATIVE if native else runs.LS
             trace.losses += runs.run(data, save_dir, native, **{**parts, **PLAIN, **given})
         except (Exception, SystemExit) as error:
-            crash = save_dir / "crash.pt"
-            advice = (  # only ours prints it
-                f" The state before this update is saved in {crash}. To continue from it, at the "
-                f"start of the first epoch, lower --lr or set --clip-norm, and add --restore-file "
-                f"{crash} --reset-dataloader. If it fails again, use an earlier checkpoint."
-            )
-            trace.error = f"{type(error).__name__}: {error}".removesuffix(advice)
+            # A run that diverged names its crash.pt.
+            trace.error = f"{type(error).__name__}: {error}".replace(str(save_dir), "SAVE_DIR")
     for record in records:
         message = record.getMessage()
         if (told := re.fullmatch(r"step: fairseq's own \((.*)\)", message)) is not None:
