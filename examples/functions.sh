@@ -57,8 +57,8 @@ read_flags() {
     fi
 }
 
-# Sets up and activates .venv, unless the environment has lightseq-train and these modules. Sets
-# COMMIT, if it is empty, to the current commit. So the result row names the commit at the start of
+# Sets up and activates .venv, unless the environment has lightseq-train and these modules; then sets
+# activated, because the user's shell has not activated it. Sets COMMIT, if it is empty, to the current commit. So the result row names the commit at the start of
 # the run, even if HEAD changes later.
 #
 #   set_up MODULE...
@@ -70,6 +70,7 @@ set_up() {
         bash "$root/scripts/setup.sh"
         # shellcheck disable=SC1091
         . "$root/.venv/bin/activate"
+        activated=yes
     fi
     if [ -z "${COMMIT:-}" ] && commit=$(git -C "$root" rev-parse HEAD 2>/dev/null); then
         export COMMIT=$commit

@@ -54,6 +54,13 @@ lightseq-generate "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-l
 (cd "$root" && python3 -m examples.curves "$out/train.log" "$out/curves.svg" \
     --title "German number names to English")
 echo "after $SECONDS s: translations: $out/test.hyp.en   curves: $out/curves.svg"
-echo "translate a number: echo vierhundertsechs | lightseq-interactive $bin --beam 1 --max-len-b 40 \\
+number=vierhundertsechstausendacht # four hundred and six thousand and eight
+if [ -n "${activated:-}" ]; then
+    echo "before you translate, type: . $root/.venv/bin/activate"
+fi
+echo "translate a number: echo $number | lightseq-interactive $bin --beam 1 --max-len-b 40 \\
     --path $checkpoints/checkpoint_last.pt --bpe subword_nmt --bpe-codes $text/codes --remove-bpe"
+echo "in Python: python3 -c 'from lightseq_fairseq import Translator; print(Translator.from_pretrained(
+    \"$checkpoints\", \"$bin\", bpe=\"subword_nmt\", bpe_codes=\"$text/codes\", remove_bpe=True
+).translate(\"$number\").text)'"
 lightseq-score --sys "$out/test.hyp.en" --reference "$text/test.en" --json "$out/bleu.json"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import forked_commands, pages
 from helpers.example_runs import CODE, assert_refused
+from num2words import num2words
 
 from examples import curves, record
 from scripts import plots
@@ -19,6 +20,8 @@ from scripts import plots
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN = EXAMPLES / "quickstart" / "run.sh"
 PAGE = "examples/quickstart/README.md"
+
+NUMBER = "vierhundertsechstausendacht"
 
 make_data = runpy.run_path(str(EXAMPLES / "quickstart" / "make_data.py"))
 
@@ -57,6 +60,16 @@ def test_the_test_set_depends_on_the_seed_alone() -> None:
     assert small["test"] == large["test"] != other["test"]
     assert small["valid"] == large["valid"]
     assert small["train"] == large["train"][:10]
+
+
+def test_the_number_of_the_pages() -> None:
+    """The README and the page translate the number that the command prints; no run trains on it."""
+    words = num2words(406_008)
+    assert num2words(406_008, lang="de") == NUMBER
+    for page in ("README.md", PAGE):
+        assert NUMBER in pages.text(page) and f"`{words}`" in pages.text(page)
+    splits = make_data["split_numbers"](pairs=15_000, seed=1)
+    assert not any(406_008 in numbers for numbers in splits.values())
 
 
 def test_too_many_pairs_are_refused() -> None:
@@ -139,6 +152,15 @@ def test_the_command_trains_translates_and_scores(
     (row,) = json.loads(Path("results.json").read_text())
     assert row["bleu"] == float(score[1]) and row["updates"] == 60
     assert dict(row["curves"]["train_loss"]) == curves.read_curves(Path("train.log"))["train_loss"]
+
+    # The two commands that it prints.
+    printed = result.stdout.partition("translate a number: ")[2].partition("BLEU|")[0]
+    command, in_python = printed.split("in Python: ")
+    assert all(NUMBER in x for x in (command, in_python))
+    answer = bash("-euo", "pipefail", "-c", command, cwd=tmp_path)
+    assert re.search(r"^D-0\t-?\d+\.\d+\t(?!.*@@)\w+", answer.stdout, re.M), answer
+    answer = bash("-euo", "pipefail", "-c", in_python, cwd=tmp_path)
+    assert re.fullmatch(r"\w[\w ,-]+\n", answer.stdout), answer
 
     # The command of the page, with the model that was just trained.
     (command,) = (b for b in pages.blocks(PAGE) if "lightseq-interactive" in b.text)
