@@ -47,6 +47,20 @@ def test_nothing_is_loaded_from_another_host(site: Path) -> None:
         assert tags and not [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)]
 
 
+def test_no_line_breaks_within_a_flag(site: Path) -> None:
+    """A browser breaks a line after a hyphen, as in --max-tokens, unless white-space forbids it."""
+    sheet = (site / "docs/site.css").read_text(encoding="utf-8")
+    block, word = (
+        re.search(rf"(?m)^\.md-typeset {name} {{(.*?)}}", sheet)
+        for name in ("pre > code", r"\.word")
+    )
+    assert block is not None and "white-space: pre;" in block[1] and "overflow-x: auto;" in block[1]
+    assert word is not None and "white-space: nowrap;" in word[1]
+    page = html(site, "docs/train.md")
+    assert '<code><span class="word">--max-tokens</span> 4096</code>' in page
+    assert not re.search(r"(?<!</span>)<code>[^<]*-", page)  # but for blocks
+
+
 @pytest.mark.parametrize("page", [page for page in pages() if page != "docs/api.md"])
 def test_a_page_reads_as_on_a_repositorys_web_page(site: Path, page: str) -> None:
     """Pages there are CommonMark, which has other rules for lists and tables than the site."""
