@@ -24,16 +24,10 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.bert import Bert
+from lightseq_fairseq.huggingface.copies import copies
 from lightseq_fairseq.huggingface.covered import ACTIVATIONS, NotCovered, Reader, Reads
-from lightseq_fairseq.huggingface.half_copies import half_copies
 from lightseq_fairseq.layers.encoder import EncoderParts, run_encoder
 from lightseq_fairseq.memory.packing import Segments
-from lightseq_fairseq.memory.parameters import (
-    FlatBuffer,
-    as_one,
-    flat_buffers,
-    flatten_parameters,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +89,6 @@ class _State:
     family: Bert
     reads: Reads
     report: Coverage = field(default_factory=Coverage)
-    buffers: list[FlatBuffer] = field(default_factory=list)
 
     def __deepcopy__(self, memo: Any) -> _State:
         return _State(self.family, self.reads)
@@ -153,6 +146,9 @@ def _class_of(original: Any) -> Any:
 
 def accelerate(model: Model) -> Model:
     """Let our layers compute a model's encoder; returns ``model`` itself.
+
+    The encoder's result has zeros in the rows of pads. Hugging Face's has numbers there that a head
+    should not read.
 
     Args:
         model: a model of transformers, or a module that contains one.
@@ -228,6 +224,7 @@ def _check_supported(encoder: Any) -> None:
     name, config = type(encoder).__name__, encoder.config
     width, heads = config.hidden_size, config.num_attention_heads
     reasons = {
+        "another forward, such as that of device_map,": "forward" in vars(encoder),
         "a decoder (is_decoder)": config.is_decoder,
         "cross attention (add_cross_attention)": config.add_cross_attention,
         f"chunk_size_feed_forward {config.chunk_size_feed_forward}": config.chunk_size_feed_forward,
@@ -274,7 +271,7 @@ def _forward(
     assert like is not None
     shape = like.shape[0], like.shape[1]
     step = GIVEN.get()
-    reader = Reader({} if step is not None else _tensors(model, state, like.device))
+    reader = Reader({} if step is not None else _tensors(model, state.family, like.device))
     layers = state.family.layers(model, reader)
     rng = None if step is None else step.rng
     if step is not None and step.segments is not None:
@@ -327,41 +324,42 @@ def _option(options: dict[str, Any], config: Any, name: str) -> Any:
     return getattr(config, name, False) if given is None else given
 
 
-def _tensors(model: Any, state: _State, device: torch.device) -> dict[int, Tensor]:
-    """``id(parameter)`` -> what the layers read in its place; neighbours are laid out first.
+def _tensors(model: Any, family: Bert, device: torch.device) -> dict[int, Tensor]:
+    """``id(parameter)`` -> what the layers read in its place.
 
     The embeddings read their own parameters: under autocast they are float32, as Hugging Face's.
     """
-    encoder = model.encoder
-    known = {id(p) for buffer in state.buffers for p in buffer.parameters}
-    if known != {id(p) for p in encoder.parameters()} or not all(b.intact() for b in state.buffers):
-        for parameter in model.parameters():
-            if hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
-                raise UserError(
-                    "FSDP and DeepSpeed's ZeRO-3 need Hugging Face's layers: use DDP, or remove "
-                    "lightseq.accelerate."
-                )
-        state.family.layers(model, Reader({}))  # nothing is moved if this raises NotCovered
-        groups = [g for g in state.family.groups(model) if len({p.requires_grad for p in g}) == 1]
-        with torch.inference_mode(False):
-            # Parameters that a captured step has placed in its own order stay there.
-            if any(as_one(group).data_ptr() != group[0].data_ptr() for group in groups):
-                flatten_parameters(encoder, groups)
-            state.buffers = flat_buffers(encoder.parameters())
-    words = model.embeddings.word_embeddings.weight
-    dtypes = {words.dtype, *(buffer.data.dtype for buffer in state.buffers)}
+    parameters = list(model.encoder.parameters())
+    dtypes = {model.embeddings.word_embeddings.weight.dtype}
+    for parameter in parameters:
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
+            raise UserError(
+                "FSDP and DeepSpeed's ZeRO-3 need Hugging Face's layers: use DDP, or remove "
+                "lightseq.accelerate."
+            )
+        if parameter.device != device:
+            raise NotCovered(f"parameters are on {parameter.device}")
+        dtypes.add(parameter.dtype)
+    groups = family.groups(model)
+    dtype = _dtype(device, dtypes)
+    if dtypes != {dtype}:
+        known = {id(p) for group in groups for p in group}
+        groups += [[p] for p in parameters if id(p) not in known]
+    return copies(groups, dtype)
+
+
+def _dtype(device: torch.device, dtypes: set[torch.dtype]) -> torch.dtype:
+    """The dtype of the layers, for those of the parameters."""
+    if len(dtypes) > 1:
+        raise NotCovered("its parameters have several dtypes")
     if not torch.is_autocast_enabled(device.type):
-        if len(dtypes) > 1:
-            raise NotCovered("its parameters have several dtypes")
-        return {}
+        return next(iter(dtypes))
     dtype = torch.get_autocast_dtype(device.type)
     if dtype != torch.bfloat16:
         raise NotCovered(f"autocast computes in {str(dtype).removeprefix('torch.')}")
-    if dtypes == {torch.bfloat16}:
-        return {}
-    if dtypes != {torch.float32}:
-        raise NotCovered("its parameters have several dtypes")
-    return half_copies(state.buffers, dtype)
+    if not dtypes <= {torch.bfloat16, torch.float32}:
+        raise NotCovered("its parameters are neither bfloat16 nor float32")
+    return dtype
 
 
 def _segments(

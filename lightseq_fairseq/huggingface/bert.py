@@ -80,7 +80,7 @@ class Bert:
         for layer in model.encoder.layer:
             block = layer.attention.self
             read: list[Any] = [getattr(block, name, None) for name in ("query", "key", "value")]
-            if all(type(x) is nn.Linear for x in read):
+            if all(type(x) is nn.Linear and x.bias is not None for x in read):
                 found += [[x.weight for x in read], [x.bias for x in read]]
         return found
 

@@ -21,11 +21,13 @@ from helpers.accelerated import (
     mask_of,
     pair,
 )
+from safetensors.torch import load_file
 from torch import nn
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.memory.parameters import as_one, flatten_parameters
+from lightseq_fairseq.huggingface.copies import copies
+from lightseq_fairseq.memory.parameters import as_one
 
 LENGTHS = (4, 7, 2)
 
@@ -200,27 +202,44 @@ def test_changes_of_single_weights() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_parameters_in_the_order_of_an_optimizer_are_not_moved(autocast: bool) -> None:
-    plain, ours = pair("BertForMaskedLM")
-    batch = batch_of(plain, mask_of(LENGTHS))
-    weights = [p for p in ours.parameters() if p.dim() > 1]
-    flatten_parameters(ours, ours.bert._lightseq.family.groups(ours.bert), first=weights)
-    before = [p.data_ptr() for p in ours.parameters()]
+def test_parameters_are_not_moved(autocast: bool) -> None:
+    """Others may refer to their memory, as optimizers and processes do."""
+    _, ours = pair("BertForMaskedLM")
+    memory = [(p.untyped_storage()._cdata, p.data_ptr()) for p in ours.parameters()]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found, expected = computed(ours, batch), computed(plain, batch)
-    assert [p.data_ptr() for p in ours.parameters()] == before
-    if not autocast:
-        assert_same(found, expected)
+        computed(ours, batch_of(ours, mask_of(LENGTHS)))
+    assert memory == [(p.untyped_storage()._cdata, p.data_ptr()) for p in ours.parameters()]
     assert_ours(ours)
 
 
-def test_projections_are_placed_side_by_side() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projections_are_copied_side_by_side(dtype: torch.dtype) -> None:
     _, ours, _ = used()
-    for layer in ours.bert.encoder.layer:
-        block = layer.attention.self
-        for kind in ("weight", "bias"):
-            parts = [getattr(x, kind) for x in (block.query, block.key, block.value)]
-            assert as_one(parts).data_ptr() == parts[0].data_ptr()
+    groups = ours.bert._lightseq.family.groups(ours.bert)
+    made = copies(groups, dtype)
+    assert len(groups) == 4 and len(made) == 12
+    for group in groups:
+        parts = [made[id(p)] for p in group]
+        assert as_one(parts).data_ptr() == parts[0].data_ptr()
+        assert parts[0].data_ptr() % 64 == 0
+        assert all(part.equal(p.to(dtype)) for part, p in zip(parts, group))
+
+
+def test_files_of_accelerate(tmp_path: Path) -> None:
+    """Which takes parameters of one storage for tied ones."""
+    from accelerate import Accelerator
+    from safetensors.torch import save_model
+
+    for name, model in zip(("plain", "ours"), used()):
+        accelerator = Accelerator(cpu=True)
+        prepared = accelerator.prepare(model)
+        accelerator.save_state(tmp_path / name)
+        save_model(accelerator.unwrap_model(prepared), tmp_path / name / "alone.safetensors")
+    for name in ("model", "alone"):
+        files = (tmp_path / kind / f"{name}.safetensors" for kind in ("ours", "plain"))
+        found, expected = map(load_file, files)
+        assert len(expected) > 40
+        assert_bitwise(found, expected)
 
 
 FROZEN = {
@@ -288,6 +307,21 @@ def test_refusals(which: str) -> None:
     assert str(raised.value) == f"{what} is not supported: remove lightseq.accelerate."
     with pytest.raises(UserError, match="is not accelerated"):  # nor is the other one
         lightseq.report(model)
+
+
+def test_another_forward_of_the_encoder_is_refused() -> None:
+    """It would hide ours."""
+    model = build("BertForMaskedLM")
+    model.bert.forward = model.bert.forward
+    with pytest.raises(UserError, match=r"^BertModel with another forward, such as that of device"):
+        lightseq.accelerate(model)
+
+
+def test_a_forward_around_ours() -> None:
+    _, ours, batch = used()
+    ours.bert.forward = torch.no_grad()(ours.bert.forward)
+    assert not ours.bert(batch["input_ids"]).last_hidden_state.requires_grad
+    assert_ours(ours, 2)
 
 
 def test_other_models_are_refused() -> None:

@@ -112,13 +112,10 @@ def test_changed_layers(change: Callable[[Any], None], first: str) -> None:
         assert_same(computed(ours, batch), computed(plain, batch))
     for model in (plain, ours):
         change(model.bert.encoder.layer[1].attention.self)
-    before = [p.data_ptr() for p in ours.parameters()]
     with one_warning(CHANGES[change]):
         for _ in range(2):
             assert_same(computed(ours, batch), computed(plain, batch))
     assert lightseq.report(ours).fallbacks == {CHANGES[change]: 2}
-    if first == "changed first":  # nothing was moved in vain
-        assert [p.data_ptr() for p in ours.parameters()] == before
 
 
 @pytest.mark.parametrize("first", ["changed first", "changed later"])

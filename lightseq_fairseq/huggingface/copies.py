@@ -1,0 +1,74 @@
+"""Copies of parameters, which the layers read: side by side what one product reads as one, and
+under autocast in 16 bits.
+
+The parameters themselves are never moved. Others may refer to their memory, such as an optimizer,
+and files of safetensors lack parameters that share a storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 128  # elements; kernels read 16 bytes at a time, TMA needs up to 256
+
+
+def copies(blocks: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> dict[int, Tensor]:
+    """``id(parameter)`` -> its copy of ``dtype``; differentiable.
+
+    The copies are new at each call, so they never have old values.
+
+    blocks: parameters of one dtype; the copies of a block have no gaps between them.
+    """
+    parameters = [p for block in blocks for p in block]
+    offsets, end = [], 0
+    for block in blocks:
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        for parameter in block:
+            offsets.append(end)
+            end += parameter.numel()
+    if not parameters:
+        return {}
+    made = _Copies.apply(offsets, end, dtype, *parameters)
+    return {id(p): copy for p, copy in zip(parameters, made, strict=True)}
+
+
+class _Copies(torch.autograd.Function):
+    """One kernel copies many tensors, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, offsets: Sequence[int], size: int, dtype: torch.dtype, *parameters: Tensor
+    ) -> Any:
+        ctx.offsets, ctx.like = offsets, parameters[0].new_empty(0)
+        ctx.set_materialize_grads(False)
+        flat = parameters[0].new_empty(size, dtype=dtype)
+        made = _views(flat, offsets, [p.shape for p in parameters])
+        torch._foreach_copy_(made, list(parameters))
+        frozen = [c for c, p in zip(made, parameters, strict=True) if not p.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        given = [(offset, g) for offset, g in zip(ctx.offsets, gradients, strict=True)
+                 if g is not None]  # fmt: skip
+        found = list(gradients)
+        if given and given[0][1].dtype != ctx.like.dtype:
+            # A new tensor: the parameters' ``.grad`` become its views.
+            whole = ctx.like.new_empty(given[-1][0] + given[-1][1].numel())
+            views = _views(whole, [offset for offset, _ in given], [g.shape for _, g in given])
+            torch._foreach_copy_(views, [g for _, g in given])
+            left = iter(views)
+            found = [None if g is None else next(left) for g in gradients]
+        return None, None, None, *found
+
+
+def _views(flat: Tensor, offsets: Sequence[int], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    return [
+        flat[offset : offset + shape.numel()].view(shape)
+        for offset, shape in zip(offsets, shapes, strict=True)
+    ]
