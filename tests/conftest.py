@@ -20,7 +20,7 @@ from typing import IO
 
 import pytest
 import torch
-from helpers import garbage
+from helpers import garbage, shared
 
 # Packages of the root that tests import, such as scripts for `python -m scripts.tables`. The root
 # is not on the path, because there its cli would come before the tested package.
@@ -62,6 +62,14 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f'-m "{config.getoption("markexpr")}" asks for GPU tests, but torch sees no GPU here'
         )
+
+    if not hasattr(config, "workerinput"):
+        shared.begin()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shared.end()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

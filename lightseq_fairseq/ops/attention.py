@@ -33,7 +33,7 @@ from .arguments import Cast, Dropout
 from .casting import ALIGNMENT, E4M3, check_cast, dtypes_for, quantise, quantised_like
 from .checks import check_boundaries, check_dropout, check_rows, check_tensor
 from .numerics import work_dtype
-from .padding import pad, padded_tokens, slots_of, slotted
+from .padding import known, pad, padded_tokens, slots_of, slotted
 from .philox import attention_dropout_factors
 from .registry import Written, define
 
@@ -99,8 +99,7 @@ class AttentionFwd(NamedTuple):
         (rows, heads, width), dtype = q.shape, _lse_dtype(q)
         if min(q.numel(), k.numel(), max_q, max_k) == 0:
             return q.new_zeros(q.shape), q.new_zeros((rows, heads), dtype=dtype)
-        tokens_q, tokens_k = padded_tokens(cu_q, max_q), padded_tokens(cu_k, max_k)
-        padded_q, padded_k = pad(q, tokens_q), pad(k, tokens_k)
+        padded_q, padded_k = pad(q, cu_q, max_q), pad(k, cu_k, max_k)
         queries, keys = slotted(padded_q, max_q), slotted(padded_k, max_k)
 
         scores = queries.new_empty((len(cu_q) - 1, heads, max_q, max_k))
@@ -113,11 +112,11 @@ class AttentionFwd(NamedTuple):
         probabilities.div_(total)
         padded_lse = largest.to(dtype).add_(total.to(dtype).log_()).view(-1)
         if self.dropout.p > 0:
-            _drop(self, probabilities, tokens_q, out=probabilities)
+            _drop(self, probabilities, out=probabilities)
 
         slots = slots_of(cu_q, rows, heads, max_q, seeing=cu_k)
         # Reuse the memory of operands that are no longer needed.
-        values = slotted(pad(v, tokens_k, into=padded_k), max_k)
+        values = slotted(pad(v, cu_k, max_k, into=padded_k), max_k)
         out = _product(probabilities, values, into=padded_q).index_select(0, slots)
         lse = torch.cat((padded_lse, padded_lse.new_zeros(1))).index_select(0, slots)
         return out.view(rows, heads, width).to(q.dtype), lse.view(rows, heads)
@@ -199,15 +198,14 @@ class AttentionBwd(NamedTuple):
             for gradient in gradients:
                 gradient.zero_()
             return
-        tokens_q, tokens_k = padded_tokens(cu_q, max_q), padded_tokens(cu_k, max_k)
-        padded_q, padded_k, padded_v = pad(q, tokens_q), pad(k, tokens_k), pad(v, tokens_k)
-        padded_dout = pad(self.dout, tokens_q)
+        padded_q, padded_k = pad(q, cu_q, max_q), pad(k, cu_k, max_k)
+        padded_v, padded_dout = pad(v, cu_k, max_k), pad(self.dout, cu_q, max_q)
         queries, douts = slotted(padded_q, max_q), slotted(padded_dout, max_q)
         keys, values = slotted(padded_k, max_k), slotted(padded_v, max_k)
 
         # lse = inf makes the probabilities of padded queries 0, so that they add nothing to dk, dv.
         is_padding = torch.arange(max_q, device=q.device) >= cu_q.diff()[:, None]
-        padded_lse = self.lse[tokens_q].masked_fill_(is_padding[..., None], torch.inf)
+        padded_lse = self.lse[padded_tokens(cu_q, max_q)].masked_fill_(is_padding[..., None], torch.inf)
         padded_lse = padded_lse.transpose(1, 2)[..., None]
         high = padded_lse.to(queries.dtype)
         scores = queries.new_empty((len(cu_q) - 1, heads, max_q, max_k))
@@ -221,7 +219,7 @@ class AttentionBwd(NamedTuple):
         kept = probabilities
         if self.dropout.p > 0:
             kept = torch.empty_like(probabilities)
-            _drop(forward, probabilities, tokens_q, out=kept)
+            _drop(forward, probabilities, out=kept)
 
         dscores = torch.bmm(douts, values.transpose(1, 2)).mul_(kept)
         rowsum = dscores.sum(-1, keepdim=True)
@@ -258,6 +256,11 @@ def _product(left: Tensor, right: Tensor, into: Tensor) -> Tensor:
 
 def _hidden(a: AttentionFwd) -> Tensor:
     """Additive mask [B, 1, 1 or Lq, Lk]: -inf where a query must not attend to a key, else 0."""
+    shape = "hidden", a.causal and a.max_q, a.max_k, work_dtype(a.q)
+    return known(a.cu_k, shape, lambda: _make_hidden(a))
+
+
+def _make_hidden(a: AttentionFwd) -> Tensor:
     key = torch.arange(a.max_k, device=a.cu_k.device)
     hidden = (key >= a.cu_k.diff()[:, None])[:, None, None]
     if a.causal:
@@ -266,11 +269,12 @@ def _hidden(a: AttentionFwd) -> Tensor:
     return mask.masked_fill_(hidden, -torch.inf)
 
 
-def _drop(a: AttentionFwd, probabilities: Tensor, tokens_q: Tensor, out: Tensor) -> None:
+def _drop(a: AttentionFwd, probabilities: Tensor, out: Tensor) -> None:
     """out = dropout(probabilities), both [B * H, Lq, Lk]."""
     heads, keys = a.q.shape[1], probabilities.shape[2]
-    head = torch.arange(heads, device=tokens_q.device)[:, None]
-    row_ids = (tokens_q[:, None].long() * heads + head).view(-1)
+    tokens = padded_tokens(a.cu_q, a.max_q)
+    head = torch.arange(heads, device=tokens.device)[:, None]
+    row_ids = (tokens[:, None].long() * heads + head).view(-1)
     matrix, result = probabilities.view(-1, keys), out.view(-1, keys)
     for part, factor in attention_dropout_factors(a.dropout, keys, probabilities.dtype, row_ids):
         torch.mul(matrix[part], factor, out=result[part])

@@ -6,13 +6,13 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import helpers.parity as parity
+import helpers.shared as shared
 import torch
 from fairseq.dataclass.configs import GenerationConfig
 from helpers.parity import LS, NATIVE, command_line
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightseq_fairseq.training.background import WRITER
 
-SENTENCES = 200
+SENTENCES = 100
 DIGITS = (
     ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"],
     ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"],
@@ -87,24 +87,31 @@ def sentences(*lengths: int) -> Tensor:
 
 @functools.cache
 def toy() -> Toy:
-    """Trained once per process, since training takes most of the time of these tests."""
-    # The folder must exist as long as the process; pytest's temporary folders end with a test or
-    # module.
-    folder = write_digits(Path(_folder().name))
+    """Trained once in a run of tests, since training takes most of the time of these tests."""
+    folder = shared.folder("digits")
+    paths = [folder / "halfway.pt", folder / "last.pt"]
+    with shared.locked(folder):
+        if not paths[-1].exists():
+            _train(write_digits(folder), paths)
+    cfg = parity.parse(command_line(folder, LS, **TOY))
+    task, model, _ = parity.build(cfg)
+    model.load_state_dict(torch.load(paths[-1], weights_only=False)["model"], strict=True)
+    native = task.build_model(parity.parse(command_line(folder, NATIVE, **TOY)).model)
+    native.load_state_dict(model.state_dict(), strict=True)
+    return Toy(folder, task, model.eval(), native.eval(), paths)
+
+
+def _train(folder: Path, paths: list[Path]) -> None:
     cfg = parity.parse(command_line(folder, LS, **TOY))
     task, model, criterion = parity.build(cfg)
     trainer = parity.Trainer(cfg, task, model, criterion)
     batches = parity.batches(trainer, cfg)
-    paths = [folder / "halfway.pt", folder / "last.pt"]
     for path in paths:
         for _ in range(UPDATES // len(paths)):
             trainer.train_step(next(batches))
         trainer.consolidate_optimizer()
         trainer.save_checkpoint(str(path), {})
-    WRITER.finish()  # files are written in a thread
-    native = task.build_model(parity.parse(command_line(folder, NATIVE, **TOY)).model)
-    native.load_state_dict(model.state_dict(), strict=True)
-    return Toy(folder, task, model.eval(), native.eval(), paths)
+        WRITER.finish()  # files are written in a thread
 
 
 @functools.cache
@@ -113,11 +120,6 @@ def exact() -> Toy:
     hypotheses of equal scores."""
     ls, native = (copy.deepcopy(model).double() for model in (toy().ls, toy().native))
     return replace(toy(), ls=ls, native=native)
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="digits-")
 
 
 def held_out(task: Any, left_pad: bool = True) -> Iterator[dict[str, Any]]:

@@ -28,11 +28,13 @@ BIN = Path(sys.executable).parent
 SCRIPT = """#!{python} -IS
 import json, os, socket, sys
 name, *words = sys.argv
+if words[:1] == ["-u"]:
+    words = words[1:]
 if name.endswith(("/python", "/python3")) and words[:1] not in (["-m"], ["-c"]):
     os.execv({python!r}, [{python!r}, *words])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
-    request = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode() + b"\\n"
+    request = json.dumps([[name, *words], os.getcwd(), dict(os.environ)]).encode() + b"\\n"
     sent = socket.send_fds(server, [request], [0, 1, 2])
     server.sendall(request[sent:])
     status = int(server.recv(9))
@@ -126,6 +128,7 @@ def run(words: list[str], folder: str, environment: dict[str, str]) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    os.environ["PYTHON_EXEC"] = str(Path(sys.argv[1]).with_name("bin") / "python")  # of torchrun
     if Path(words[0]).name in ("python", "python3"):
         _, kind, program, *sys.argv[1:] = words
         sys.path[:1] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
