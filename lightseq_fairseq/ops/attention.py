@@ -205,7 +205,8 @@ class AttentionBwd(NamedTuple):
 
         # lse = inf makes the probabilities of padded queries 0, so that they add nothing to dk, dv.
         is_padding = torch.arange(max_q, device=q.device) >= cu_q.diff()[:, None]
-        padded_lse = self.lse[padded_tokens(cu_q, max_q)].masked_fill_(is_padding[..., None], torch.inf)
+        padded_lse = self.lse[padded_tokens(cu_q, max_q)]
+        padded_lse = padded_lse.masked_fill_(is_padding[..., None], torch.inf)
         padded_lse = padded_lse.transpose(1, 2)[..., None]
         high = padded_lse.to(queries.dtype)
         scores = queries.new_empty((len(cu_q) - 1, heads, max_q, max_k))

@@ -28,11 +28,12 @@ def known(cu: Tensor, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
     """
     if cu.is_inference():  # such a tensor does not tell whether it was written
         return make()
+    found: dict[Hashable, Tensor]
     version, found = getattr(cu, _KNOWN, (None, {}))
     if version != cu._version:
         found = {}
         setattr(cu, _KNOWN, (cu._version, found))
-    result: Tensor | None = found.get(key)
+    result = found.get(key)
     if result is None:
         result = make()
         if result.numel() <= _MOST_KNOWN:
@@ -56,7 +57,8 @@ def _padded_tokens(cu: Tensor, longest: int) -> Tensor:
 def pad(x: Tensor, cu: Tensor, longest: int, into: Tensor | None = None) -> Tensor:
     """x [T, H, D] -> [B * H * L + 1, D] in the working precision; the last row is zero.
 
-    cu: boundaries of the sentences. longest: L. into: an earlier result of the same shape, to reuse its memory.
+    cu: boundaries of the sentences. longest: L.
+    into: an earlier result of the same shape, to reuse its memory.
     """
     rows, heads, width = x.shape
     step = x.stride(0)
