@@ -301,6 +301,29 @@ def test_parameters_of_several_dtypes() -> None:
         ours(**batch)
 
 
+def test_autocast_of_float16() -> None:
+    plain, ours = (model.half() for model in pair("BertForMaskedLM"))
+    batch = batch_of(plain, mask_of(LENGTHS))
+    assert_same(computed(ours, batch), computed(plain, batch), 2e-2)
+    assert_ours(ours)
+    # Hugging Face's forward does not compute this on a CPU, either.
+    reason = "its parameters are neither bfloat16 nor float32"
+    with torch.autocast("cpu", torch.bfloat16), one_warning(reason), pytest.raises(RuntimeError):
+        ours(**batch)
+
+
+def test_parameters_elsewhere() -> None:
+    """As accelerate has those that it moves to the device when a layer runs."""
+    plain, ours = pair("BertForMaskedLM")
+    for model in (plain, ours):
+        layer = model.bert.encoder.layer[1]
+        kept = copy.deepcopy(layer)
+        layer.to("meta").forward = kept.forward
+    batch = batch_of(plain, mask_of(LENGTHS))
+    with one_warning("parameters are on meta"):
+        assert_same(computed(ours, batch), computed(plain, batch))
+
+
 def test_two_dropout_rates() -> None:
     plain, ours = pair("BertForMaskedLM")
     for model in (plain, ours):
