@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.huggingface.bert import Bert
+from lightseq_fairseq.huggingface.bert import Bert, Layer
 from lightseq_fairseq.huggingface.copies import copies
-from lightseq_fairseq.huggingface.covered import ACTIVATIONS, NotCovered, Reader, Reads
+from lightseq_fairseq.huggingface.covered import ACTIVATIONS, NotCovered, Reads
 from lightseq_fairseq.layers.encoder import EncoderParts, run_encoder
 from lightseq_fairseq.memory.packing import Segments
 
@@ -271,8 +271,15 @@ def _forward(
     assert like is not None
     shape = like.shape[0], like.shape[1]
     step = GIVEN.get()
-    reader = Reader({} if step is not None else _tensors(model, state.family, like.device))
-    layers = state.family.layers(model, reader)
+    first = next(model.encoder.parameters(), None)
+    if hasattr(first, "ds_id") or hasattr(first, "device_mesh"):
+        raise UserError(
+            "FSDP and DeepSpeed's ZeRO-3 need Hugging Face's layers: use DDP, or remove "
+            "lightseq.accelerate."
+        )
+    layers = state.family.layers(model)
+    if step is None:
+        _read_copies(layers, model.embeddings.word_embeddings.weight)
     rng = None if step is None else step.rng
     if step is not None and step.segments is not None:
         if shape != step.segments.shape:
@@ -286,9 +293,7 @@ def _forward(
     x = None
     if input_ids is not None:
         try:
-            x = state.family.embedded(
-                model, reader, segments, rng, input_ids, token_type_ids, position_ids
-            )
+            x = state.family.embedded(model, segments, rng, input_ids, token_type_ids, position_ids)
         except NotCovered:
             x = None  # Hugging Face's own embedding, for example with hooks (NEFTune)
     if x is None:
@@ -324,28 +329,31 @@ def _option(options: dict[str, Any], config: Any, name: str) -> Any:
     return getattr(config, name, False) if given is None else given
 
 
-def _tensors(model: Any, family: Bert, device: torch.device) -> dict[int, Tensor]:
-    """``id(parameter)`` -> what the layers read in its place.
+def _read_copies(layers: Sequence[Layer], words: Tensor) -> None:
+    """Let layers read copies of their parameters, see `copies`: at least of those that are to be
+    side by side.
 
-    The embeddings read their own parameters: under autocast they are float32, as Hugging Face's.
+    words: of the embeddings, which read their own parameters: under autocast they are float32, as
+        Hugging Face's.
     """
-    parameters = list(model.encoder.parameters())
-    dtypes = {model.embeddings.word_embeddings.weight.dtype}
+    parts = [part for layer in layers for part in layer.parts]
+    parameters = [x for part in parts for x in (part.weight, part.bias)]
     for parameter in parameters:
-        if hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
-            raise UserError(
-                "FSDP and DeepSpeed's ZeRO-3 need Hugging Face's layers: use DDP, or remove "
-                "lightseq.accelerate."
-            )
-        if parameter.device != device:
-            raise NotCovered(f"parameters are on {parameter.device}")
-        dtypes.add(parameter.dtype)
-    groups = family.groups(model)
-    dtype = _dtype(device, dtypes)
+        if parameter.device != words.device:
+            raise NotCovered(f"parameters are on {parameter.device} and {words.device}")
+    dtypes = {words.dtype, *(p.dtype for p in parameters)}
+    dtype = _dtype(words.device, dtypes)
+    blocks: list[list[Tensor]] = []
+    for layer in layers:
+        first = layer.parts[:3]
+        blocks += [[part.weight for part in first], [part.bias for part in first]]
     if dtypes != {dtype}:
-        known = {id(p) for group in groups for p in group}
-        groups += [[p] for p in parameters if id(p) not in known]
-    return copies(groups, dtype)
+        known = {id(p) for block in blocks for p in block}
+        blocks += [[p] for p in parameters if id(p) not in known]
+    made = copies(blocks, dtype)
+    for part in parts:
+        part.weight = made.get(id(part.weight), part.weight)
+        part.bias = made.get(id(part.bias), part.bias)
 
 
 def _dtype(device: torch.device, dtypes: set[torch.dtype]) -> torch.dtype:

@@ -15,16 +15,16 @@ from torch.nn import functional
 
 from lightseq_fairseq.huggingface.covered import (
     ACTIVATIONS,
+    LayerNorm,
     Linear,
     NotCovered,
-    Reader,
     check,
     rate,
+    tensor,
 )
 from lightseq_fairseq.layers.attention import AttentionParts
 from lightseq_fairseq.layers.embedding import embed
 from lightseq_fairseq.layers.encoder import EncoderParts
-from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import Segments
 
@@ -41,18 +41,27 @@ class _Attention(AttentionParts):
 
 
 @dataclass
-class _Layer(EncoderParts):
+class Layer(EncoderParts):
     self_attn: _Attention
-    self_attn_layer_norm: Norm
+    self_attn_layer_norm: LayerNorm
     fc1: Linear
     fc2: Linear
-    final_layer_norm: Norm
+    final_layer_norm: LayerNorm
     dropout: float
     activation: str
     site: int
     activation_dropout: float = 0.0
     normalize_before: bool = False
     training: bool = True
+
+    @property
+    def parts(self) -> list[Linear | LayerNorm]:
+        """What has its tensors; one product reads the first three as one."""
+        block = self.self_attn
+        return [
+            block.q_proj, block.k_proj, block.v_proj, block.out_proj, self.self_attn_layer_norm,
+            self.fc1, self.fc2, self.final_layer_norm,
+        ]  # fmt: skip
 
 
 class Bert:
@@ -84,7 +93,7 @@ class Bert:
                 found += [[x.weight for x in read], [x.bias for x in read]]
         return found
 
-    def layers(self, model: Any, reader: Reader) -> list[_Layer]:
+    def layers(self, model: Any) -> list[Layer]:
         self._check(model.encoder, "Encoder")
         if not len(model.encoder.layer):
             raise NotCovered("it has no layers")
@@ -92,14 +101,14 @@ class Bert:
         if attention not in ("eager", "sdpa", "flex_attention") and "flash" not in attention:
             raise NotCovered(f"its attention is {attention}")
         return [
-            self._layer(layer, reader, place * SITES_PER_LAYER)
+            self._layer(layer, place * SITES_PER_LAYER)
             for place, layer in enumerate(model.encoder.layer, 1)
         ]
 
     def _check(self, module: nn.Module, place: str) -> None:
         check(module, self._classes[place])
 
-    def _layer(self, layer: Any, reader: Reader, site: int) -> _Layer:
+    def _layer(self, layer: Any, site: int) -> Layer:
         attention, end = layer.attention, layer.output
         block, behind = attention.self, attention.output
         self._check(layer, "Layer")
@@ -113,22 +122,22 @@ class Bert:
         dropout = rate(end.dropout)
         if dropout != rate(behind.dropout):
             raise NotCovered("a layer has two dropout rates")
-        return _Layer(
+        return Layer(
             self_attn=_Attention(
-                q_proj=reader.linear(block.query), k_proj=reader.linear(block.key),
-                v_proj=reader.linear(block.value), out_proj=reader.linear(behind.dense),
+                q_proj=Linear.of(block.query), k_proj=Linear.of(block.key),
+                v_proj=Linear.of(block.value), out_proj=Linear.of(behind.dense),
                 num_heads=block.num_attention_heads,
                 # Hugging Face asks the block, not the dropout, whether it trains.
                 dropout=float(block.dropout.p) if block.training else 0.0,
             ),
-            self_attn_layer_norm=reader.layer_norm(behind.LayerNorm),
-            fc1=reader.linear(layer.intermediate.dense), fc2=reader.linear(end.dense),
-            final_layer_norm=reader.layer_norm(end.LayerNorm), dropout=dropout,
+            self_attn_layer_norm=LayerNorm.of(behind.LayerNorm),
+            fc1=Linear.of(layer.intermediate.dense), fc2=Linear.of(end.dense),
+            final_layer_norm=LayerNorm.of(end.LayerNorm), dropout=dropout,
             activation=self._activation, site=site,
         )  # fmt: skip
 
     def embedded(
-        self, model: Any, reader: Reader, segments: Segments, rng: Tensor, ids: Tensor,
+        self, model: Any, segments: Segments, rng: Tensor, ids: Tensor,
         types: Tensor | None, positions: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The embeddings of the real tokens, [T, C].
@@ -143,7 +152,7 @@ class Bert:
             check(table, nn.Embedding)
             if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
                 raise NotCovered("an embedding has max_norm, scale_grad_by_freq or sparse")
-        words, places, kinds = (reader.tensor(table.weight) for table in tables)
+        words, places, kinds = (tensor(table.weight) for table in tables)
         first = 0 if self.prefix == "Bert" else module.padding_idx + 1
         if positions is not None:
             are_rows = (positions >= 0) & (positions < len(places))
@@ -165,7 +174,7 @@ class Bert:
         pad = -1 if tables[0].padding_idx is None else tables[0].padding_idx
         return embed(
             segments.pack(ids), words, rows, sums, scale=1.0, padding_idx=pad,
-            p=rate(module.dropout), rng=rng, site=0, norm=reader.layer_norm(module.LayerNorm),
+            p=rate(module.dropout), rng=rng, site=0, norm=LayerNorm.of(module.LayerNorm),
         )  # fmt: skip
 
     def positions(self, module: Any, ids: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ quantised layer), no hook, no other ``forward``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -57,52 +57,52 @@ class Reads(NamedTuple):
             raise NotCovered("a sentence begins with a pad, whose features the head may read")
 
 
-class Linear(NamedTuple):
+@dataclass
+class Linear:
     """The tensors of an ``nn.Linear``."""
 
     weight: Tensor
     bias: Tensor
+
+    @classmethod
+    def of(cls, module: Any) -> Linear:
+        """Raises NotCovered if something has changed what ``module`` computes."""
+        check(module, nn.Linear)
+        return cls(tensor(module.weight), tensor(module.bias))
 
     @property
     def out_features(self) -> int:
         return len(self.weight)
 
 
-class LayerNorm(NamedTuple):
+@dataclass
+class LayerNorm:
     """The tensors of an ``nn.LayerNorm``."""
 
     weight: Tensor
     bias: Tensor
     eps: float
 
-
-class Reader:
-    """Reads modules; each method raises NotCovered if something has changed what they compute.
-
-    Args:
-        tensors: what to read in place of a parameter, such as its 16-bit copy, by its ``id``.
-    """
-
-    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
-        self._tensors = tensors
-
-    def tensor(self, parameter: Tensor | None) -> Tensor:
-        if parameter is None or type(parameter) not in (nn.Parameter, Tensor):
-            what = "no" if parameter is None else f"a {type(parameter).__qualname__} as"
-            raise NotCovered(f"a layer has {what} weight or bias")
-        return self._tensors.get(id(parameter), parameter)
-
-    def linear(self, module: Any) -> Linear:
-        check(module, nn.Linear)
-        return Linear(self.tensor(module.weight), self.tensor(module.bias))
-
-    def layer_norm(self, module: Any) -> LayerNorm:
+    @classmethod
+    def of(cls, module: Any) -> LayerNorm:
+        """Raises NotCovered if something has changed what ``module`` computes."""
         check(module, nn.LayerNorm)
-        return LayerNorm(self.tensor(module.weight), self.tensor(module.bias), module.eps)
+        return cls(tensor(module.weight), tensor(module.bias), module.eps)
+
+
+def tensor(parameter: Tensor | None) -> Tensor:
+    """A parameter, or what a caller has put in its place.
+
+    Raises NotCovered if it is no plain tensor, for example quantised.
+    """
+    if parameter is None or type(parameter) not in (nn.Parameter, Tensor):
+        what = "no" if parameter is None else f"a {type(parameter).__qualname__} as"
+        raise NotCovered(f"a layer has {what} weight or bias")
+    return parameter
 
 
 def rate(module: Any) -> float:
-    """The rate at which an ``nn.Dropout`` drops now. Raises NotCovered as a `Reader` does."""
+    """The rate at which an ``nn.Dropout`` drops now. Raises NotCovered as `Linear.of` does."""
     check(module, nn.Dropout)
     return float(module.p) if module.training else 0.0
 

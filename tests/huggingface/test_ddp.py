@@ -1,4 +1,4 @@
-"""DistributedDataParallel of accelerated models, on two processes."""
+"""DistributedDataParallel of accelerated models on two processes; and replicas of DataParallel."""
 
 from __future__ import annotations
 
@@ -69,3 +69,31 @@ def test_gradients_of_two_processes(tmp_path: Path, autocast: bool) -> None:
         process.join()
     found = [results.get() for _ in processes]
     assert found == ["", ""], "\n".join(found)
+
+
+def replica_of(model: Any) -> Any:
+    """As ``nn.DataParallel`` makes them: parameters are attributes, and no leaves."""
+    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in made.items():
+        for name, child in module.named_children():
+            replica._modules[name] = made[child]
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter * 1)
+    return made[model]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_replicas(autocast: bool) -> None:
+    plain = build("BertForSequenceClassification")
+    ours = lightseq.accelerate(copy.deepcopy(plain))
+    batch = batch_of(plain, mask_of((4, 7, 2)))
+    expected = computed(plain, batch)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = replica_of(ours)(**batch).loss
+    loss.backward()
+    near = 0.05 if autocast else 1e-5
+    torch.testing.assert_close(loss, expected.loss, atol=near, rtol=near)
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad, expected.gradients[name], atol=near, rtol=near)
+    assert_ours(ours, 1)
