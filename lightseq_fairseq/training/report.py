@@ -39,6 +39,8 @@ logger = logging.getLogger("fairseq_cli.train.lightseq")
 FILE = "lightseq-train.log"  # in the folder of checkpoints; users redirect output to train.log
 _FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"  # fairseq's
 
+_MANY = 30_000_000  # parameters: an update of 4096 tokens takes ten seconds on two cores
+
 _PAIRS, _BLOCKS = "sentence pairs", "blocks of text"
 _SAMPLES = {
     LanguagePairDataset: _PAIRS,
@@ -86,16 +88,17 @@ class Report:
     def load_checkpoint(
         self, original: Callable[..., Any], settings: Any, trainer: Any, **others: Any
     ) -> Any:
-        """fairseq's ``load_checkpoint``; logs why a run that has ended trains no further, or that
-        its schedule ends before it."""
+        """fairseq's ``load_checkpoint``; logs why a run that has ended trains no further, or
+        that its schedule or its checkpoints end before it."""
         extra_state, epochs = original(settings, trainer, **others)
         self._trainer = trainer
         self._note_saving()
         self._ended = resuming.ended(trainer, epochs)
         if self._ended is not None:
             self._log(f"nothing to train: {self._ended}; for a new run, set another --save-dir")
-        elif (idle := resuming.idle(trainer, epochs)) is not None:
-            self._log(f"note: {idle}")
+        else:
+            notes = resuming.idle(trainer, epochs), resuming.unsaved(trainer, epochs)
+            self._log(*(f"note: {note}" for note in notes if note is not None))
         return extra_state, epochs
 
     def train(self, original: Callable[..., Any], cfg: Any, trainer: Any, *others: Any) -> Any:
@@ -235,6 +238,11 @@ def _settings(cfg: Any, trainer: Any, epoch: Any) -> Iterator[str]:
         f"optimizer: {cfg.optimizer._name}, criterion {cfg.criterion._name}, schedule "
         f"{cfg.lr_scheduler._name}, learning rate {', '.join(map(str, cfg.optimization.lr))}"
     )
+    if trainer.device.type == "cpu" and count > _MANY:
+        yield (
+            "note: a CPU trains so large a model slowly, with seconds or minutes an update: use a "
+            "GPU, or a smaller model (docs/train.md, Amount of data)"
+        )
 
 
 def _data(cfg: Any, trainer: Any, epoch: Any) -> str:

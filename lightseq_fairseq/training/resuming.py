@@ -175,6 +175,24 @@ def idle(trainer: Any, epochs: Any) -> str | None:
     return f"{begins}, but the run goes on{to}: raise {end.flag}{lower}"
 
 
+def unsaved(trainer: Any, epochs: Any) -> str | None:
+    """A note if no checkpoint will have the last epochs of the run, else None.
+
+    fairseq saves at the end of a run that --max-update ends, but not at that of --max-epoch.
+    epochs: fairseq's iterator of epochs.
+    """
+    saving, limits = trainer.cfg.checkpoint, trainer.cfg.optimization
+    every, count = saving.save_interval, limits.max_epoch
+    by_updates = _last(limits, len(epochs))[1].startswith("--max-update")
+    if saving.no_save or saving.save_interval_updates > 0 or by_updates or not count % every:
+        return None
+    kept = f"the last checkpoint is that of epoch {count // every * every}"
+    return (
+        f"{kept if count >= every else 'the run writes no checkpoint'}, because it ends with epoch "
+        f"{count} (--max-epoch) and --save-interval is {every}: lower --save-interval"
+    )
+
+
 def _last(limits: Any, batches: int) -> tuple[float, str]:
     """At least how many updates a run makes if it is not stopped, and the limit that ends it.
 

@@ -16,7 +16,7 @@ import helpers.training_runs as runs
 import pytest
 from fairseq.logging import metrics, progress_bar
 
-from lightseq_fairseq.training import captured
+from lightseq_fairseq.training import captured, report
 
 # Values that do not depend on the machine; "update" is the place in the epochs.
 EXACT = ("epoch", "update", "num_updates", "lr", "wpb", "bsz")
@@ -159,3 +159,43 @@ def test_a_validation_loss_of_nan_is_noted(
         warmup_updates=None, lr_scheduler="fixed",
     )  # fmt: skip
     assert caplog.text.count("note: the validation loss is NaN") == notes
+
+
+@pytest.mark.parametrize(
+    ("words", "kept", "said"),
+    [
+        (
+            "--save-interval 2 --max-epoch 3",
+            {"2"},
+            "the last checkpoint is that of epoch 2, because",
+        ),
+        ("--save-interval 4 --max-epoch 3", set(), "the run writes no checkpoint, because it ends"),
+        ("--save-interval 4 --max-epoch 3 --max-update 9", {"last"}, ""),
+        ("--save-interval 4 --max-epoch 3 --save-interval-updates 9", {"last"}, ""),
+        ("--save-interval 3 --max-epoch 3", {"3", "last"}, ""),
+        ("--save-interval 4 --max-epoch 3 --no-save", set(), ""),
+    ],
+)
+def test_a_run_whose_last_epochs_are_not_saved_is_noted(
+    binarised: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, words: str, kept: set[str],
+    said: str,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO)
+    small = SMALL.removesuffix("--no-epoch-checkpoints")
+    cli_runs.succeed("train", binarised, *small.split(), *words.split(), "--save-dir", tmp_path)
+    notes = re.findall("note: (.*)", caplog.text)
+    assert len(notes) == bool(said) and all(note.startswith(said) for note in notes)
+    names = {path.stem.removeprefix("checkpoint").strip("_") for path in tmp_path.glob("*.pt")}
+    assert kept <= names and bool(names) == bool(kept)
+    assert not said or "3" not in names
+
+
+@pytest.mark.parametrize("most", [10, 10**9])
+def test_a_large_model_on_a_cpu_is_noted(
+    binarised: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, most: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    words = [*SMALL.split(), "--max-update", "1", "--no-save", "--save-dir", tmp_path]
+    with mock.patch.object(report, "_MANY", most):
+        cli_runs.succeed("train", binarised, *words)
+    assert ("note: a CPU trains so large a model slowly" in caplog.text) == (most == 10)
