@@ -163,6 +163,13 @@ def bleu(
             err=True,
         )
     result = metric.corpus_score(translations, references)
+    lengths = (len(metric.tokenizer(line).split()) for side in references for line in side)
+    if not any(length >= metric.max_ngram_order for length in lengths):
+        click.echo(
+            "note: No reference has four words. BLEU compares groups of one to four words, so it "
+            "says nothing of these texts: compare characters (lightseq-score --tokenize char).",
+            err=True,
+        )
     return result, str(metric.get_signature())
 
 

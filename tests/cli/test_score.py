@@ -169,6 +169,26 @@ def test_what_moses_has_split_counts_as_split(tmp_path: Path) -> None:
     assert scores[0] == scores[1] and " = 100.00 " not in scores[0]
 
 
+@pytest.mark.parametrize(
+    ("translation", "reference", "flags", "score", "noted"),
+    [
+        ("one", "one", "", "0.00", True),
+        ("one two three", "one two three", "", "0.00", True),
+        ("one two three", "one two three", "--tokenize char", "100.00", False),
+        ("one two three four", "one two three four", "", "100.00", False),
+        ("one", "one two three four", "", "0.00", False),
+    ],
+)
+def test_references_without_four_words_are_noted(
+    tmp_path: Path, translation: str, reference: str, flags: str, score: str, noted: bool
+) -> None:
+    texts = {"--sys": translation, "--reference": reference}
+    words = [x for flag, text in texts.items() for x in (flag, lines(tmp_path / flag, [text] * 9))]
+    result = run("score", *words, *flags.split())
+    assert result.exit_code == 0 and f" = {score} " in result.stdout
+    assert ("note: No reference has four words." in result.stderr) == noted
+
+
 def test_standard_input(reference: Path) -> None:
     command = [sys.executable, "-m", "lightseq_fairseq.cli.score", "--sys", "-", "-r", reference]
     text = "\n".join(REFERENCES)
