@@ -61,12 +61,14 @@ class Batch:
         return views, segments, rng
 
 
-def packed(inputs: Mapping[str, Any], pad: int, rng: tuple[int, int], reads: Reads) -> Batch:
+def packed(
+    inputs: Mapping[str, Any], pad: int, rng: tuple[int, int], reads: Reads, most: int
+) -> Batch:
     """The batch.
 
     inputs: the collator's tensors on the CPU; ``input_ids`` and ``attention_mask`` are int64
         [..., L]. pad: fills up ``input_ids``. rng: see ``layers.draw_rng``. reads: what the model's
-        head reads.
+        head reads. most: tokens of a sentence that the model has positions for.
 
     Raises:
         NotCovered: it has no packed form.
@@ -79,7 +81,7 @@ def packed(inputs: Mapping[str, Any], pad: int, rng: tuple[int, int], reads: Rea
         raise NotCovered("there are no input_ids [B, L]")
     if mask is not None and mask.shape != ids.shape:
         raise NotCovered("the attention mask has another shape than input_ids")
-    tensors = dict(inputs) if reads.pads else _filled_up(inputs, ids.shape[-1], pad)
+    tensors = dict(inputs) if reads.pads else _filled_up(inputs, ids.shape[-1], pad, most)
     length = tensors["input_ids"].shape[-1]
     flat = tensors["input_ids"].reshape(-1, length)
     if mask is None:
@@ -103,13 +105,15 @@ def packed(inputs: Mapping[str, Any], pad: int, rng: tuple[int, int], reads: Rea
     return _joined(tensors)
 
 
-def _filled_up(inputs: Mapping[str, Tensor], longest: int, pad: int) -> dict[str, Tensor]:
+def _filled_up(
+    inputs: Mapping[str, Tensor], longest: int, pad: int, most: int
+) -> dict[str, Tensor]:
     """The tensors, with sentences of a length that many batches have, if all can be filled up."""
-    more = -longest % _LENGTHS
+    more = min(longest + -longest % _LENGTHS, most) - longest
     whole = dict(inputs)
     of_tokens = [name for name, x in inputs.items() if x.dim() > 1 and x.shape[-1] == longest]
     known = all(name in _FILLING and not inputs[name].is_floating_point() for name in of_tokens)
-    if not more or "attention_mask" not in inputs or not known:
+    if more <= 0 or "attention_mask" not in inputs or not known:
         return whole
     for name in of_tokens:
         filling = _FILLING[name]

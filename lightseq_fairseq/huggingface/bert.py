@@ -153,11 +153,10 @@ class Bert:
             if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
                 raise NotCovered("an embedding has max_norm, scale_grad_by_freq or sparse")
         words, places, kinds = (tensor(table.weight) for table in tables)
-        first = 0 if self.prefix == "Bert" else module.padding_idx + 1
         if positions is not None:
             are_rows = (positions >= 0) & (positions < len(places))
             torch._assert_async(are_rows.all(), "positions in [0, P)")
-        elif first + ids.shape[1] > len(places):
+        elif ids.shape[1] > self.most(model):
             raise NotCovered("a sentence may have more tokens than there are positions")
         else:
             positions = self.positions(module, ids)
@@ -176,6 +175,12 @@ class Bert:
             segments.pack(ids), words, rows, sums, scale=1.0, padding_idx=pad,
             p=rate(module.dropout), rng=rng, site=0, norm=LayerNorm.of(module.LayerNorm),
         )  # fmt: skip
+
+    def most(self, model: Any) -> int:
+        """Tokens of a sentence for which there are positions."""
+        module = model.embeddings
+        first = 0 if self.prefix == "Bert" else module.padding_idx + 1
+        return len(module.position_embeddings.weight) - first
 
     def positions(self, module: Any, ids: Tensor) -> Tensor:
         """Hugging Face's positions of tokens, int64 [B, L] or [1, L]."""

@@ -161,6 +161,11 @@ class CapturedStep:
         self.optimizer.leave_out([p for p, leaf in pairs if id(leaf) in unused])
         self._knows_unused = True
 
+    def release(self) -> None:
+        """Give each parameter a storage of its own: some files lack those that share one."""
+        for parameter in self._parameters:
+            parameter.data = parameter.data.clone()
+
     def clip(self, max_norm: float) -> Tensor:
         """The norm of the update's gradient, []; the update clips it, unless ``max_norm`` is 0."""
         self.optimizer.give(

@@ -70,9 +70,6 @@ class _Captured:
             "it runs under FSDP or DeepSpeed": self.is_fsdp_enabled or self.is_deepspeed_enabled,
             "fp16 needs a loss scale": args.fp16,
             f"the optimizer is {name}, not AdamW": name not in _ADAMW,
-            "the optimizer was given": not isinstance(
-                getattr(self.optimizer, "optimizer", self.optimizer), (LightseqAdamW, type(None))
-            ),
             "torch_compile is set": args.torch_compile,
             "NEFTune adds noise to the embedding": args.neftune_noise_alpha is not None,
             "torch_empty_cache_steps is set": args.torch_empty_cache_steps is not None,
@@ -82,6 +79,9 @@ class _Captured:
             f"the callback {', '.join(callbacks)} looks at gradients": bool(callbacks),
             "the parameters have several dtypes": len({p.dtype for p in self.model.parameters()})
             > 1,
+            "the optimizer was given": not isinstance(
+                getattr(self.optimizer, "optimizer", self.optimizer), (LightseqAdamW, type(None))
+            ),
         }
         return next((why for why, is_so in reasons.items() if is_so), None)
 
@@ -100,6 +100,8 @@ class _Captured:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.logging_nan_inf_filter = filters
+            if self._step is not None:
+                self._step.release()
             self._step = None
 
     def training_step(
@@ -127,7 +129,8 @@ class _Captured:
         encoder = next(m for m in self.model.modules() if isinstance(m, Accelerated))
         pad = getattr(self.model.config, "pad_token_id", None) or 0
         try:
-            batch = packed(inputs, pad, rng, encoder._lightseq.reads)
+            state = encoder._lightseq
+            batch = packed(inputs, pad, rng, state.reads, state.family.most(encoder))
             key = self.current_gradient_accumulation_steps, _rates(self.model)
             loss = step.gradient(batch, first, key, items, function)
         except NotCovered as reason:

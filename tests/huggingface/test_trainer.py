@@ -1,4 +1,5 @@
-"""``transformers.Trainer`` trains accelerated models as plain ones, and resumes either kind."""
+"""``transformers.Trainer`` with a plain model, with an accelerated one, and our Trainer: they train
+alike, and each resumes what another one has saved."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import lightseq_fairseq.huggingface as lightseq
 
 UPDATES = 200
 KEYS = ("loss", "grad_norm", "learning_rate")
+PLAIN, ACCELERATED, CAPTURED = KINDS = ("plain", "accelerated", "captured")
 
 
 def sentences() -> list[dict[str, Any]]:
@@ -59,25 +61,46 @@ def first_model() -> Any:
     return build("BertForSequenceClassification", num_hidden_layers=1, intermediate_size=16)
 
 
+def trainer_of(folder: Path, kind: str, dropout: float = 0.0, **settings: Any) -> Any:
+    model = copy.deepcopy(first_model())
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
+    if kind == ACCELERATED:
+        lightseq.accelerate(model)
+    of_all = {
+        "max_steps": UPDATES, "per_device_train_batch_size": 4, "learning_rate": 3e-3,
+        "warmup_steps": 20, "max_grad_norm": 0.5, "logging_steps": 10, "save_strategy": "no",
+        "use_cpu": True, "report_to": [], "disable_tqdm": True, "seed": 3, "weight_decay": 0.1,
+    }  # fmt: skip
+    args = transformers.TrainingArguments(str(folder), **{**of_all, **settings})
+    cls = lightseq.Trainer if kind == CAPTURED else transformers.Trainer
+    trainer = cls(
+        model, args, train_dataset=sentences(), eval_dataset=sentences()[:20],
+        data_collator=collated,
+    )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def trained(trainer: Any, resume: Path | None = None) -> Trained:
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    log = [line for line in trainer.state.log_history if "loss" in line]
+    return Trained(log, {name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+
+
 def train(folder: Path, kind: str, count: int, resume: Path | None = None) -> Trained:
     """200 updates of ``count`` batches, or those after a checkpoint."""
-    model = copy.deepcopy(first_model())
-    if kind == "ours":
-        lightseq.accelerate(model)
-    args = transformers.TrainingArguments(
-        str(folder), max_steps=UPDATES, per_device_train_batch_size=4,
-        gradient_accumulation_steps=count, learning_rate=3e-3, warmup_steps=20, max_grad_norm=0.5,
-        logging_steps=10, save_steps=UPDATES // 2, use_cpu=True, report_to=[], disable_tqdm=True,
-        save_strategy="steps" if count == 1 and resume is None else "no", seed=3,
+    saves = count == 1 and resume is None
+    trainer = trainer_of(
+        folder, kind, gradient_accumulation_steps=count, save_steps=UPDATES // 2,
+        save_strategy="steps" if saves else "no",
     )  # fmt: skip
-    trainer = transformers.Trainer(model, args, train_dataset=sentences(), data_collator=collated)
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    if kind == "ours":
+    found = trained(trainer, resume)
+    if kind != PLAIN:
         updates = UPDATES if resume is None else UPDATES // 2
-        assert_ours(model, updates * count)
-    log = [line for line in trainer.state.log_history if "loss" in line]
-    return Trained(log, {name: p.detach().clone() for name, p in model.named_parameters()})
+        assert_ours(trainer.model, updates * count)
+    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,26 +111,31 @@ def no_progress() -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Trained]]:
     made = {}
-    for kind in ("plain", "ours"):
+    for kind in KINDS:
         folder = tmp_path_factory.mktemp(kind)
         made[kind] = folder / f"checkpoint-{UPDATES // 2}", train(folder, kind, 1)
     return made
 
 
 def test_200_updates(runs: dict[str, tuple[Path, Trained]]) -> None:
-    plain = runs["plain"][1]
-    runs["ours"][1].assert_same(plain)
+    plain = runs[PLAIN][1]
+    runs[ACCELERATED][1].assert_same(plain)
+    runs[CAPTURED][1].assert_same(plain)
     assert len(plain.log) == UPDATES // 10
     assert max(line["grad_norm"] for line in plain.log) > 0.5  # which is clipped
     assert plain.log[-1]["loss"] < 0.9 * plain.log[0]["loss"]
 
 
 def test_accumulated_gradients(tmp_path: Path) -> None:
-    plain, ours = (train(tmp_path, kind, 4) for kind in ("plain", "ours"))
-    ours.assert_same(plain)
+    plain, *ours = (train(tmp_path, kind, 4) for kind in KINDS)
+    for each in ours:
+        each.assert_same(plain)
 
 
-@pytest.mark.parametrize(("before", "after"), [("plain", "ours"), ("ours", "plain")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(PLAIN, ACCELERATED), (ACCELERATED, PLAIN), (PLAIN, CAPTURED), (CAPTURED, PLAIN)],
+)
 def test_resumed(
     runs: dict[str, tuple[Path, Trained]], before: str, after: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,286 @@
+"""Our Trainer: which runs and batches its step covers, and that the others are trained rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.accelerated import assert_ours, build, transformers
+from test_trainer import CAPTURED, PLAIN, Trained, collated, trained, trainer_of
+
+import lightseq_fairseq.huggingface as lightseq
+from lightseq_fairseq.huggingface import batch as batches
+from lightseq_fairseq.huggingface.covered import NotCovered, Reads
+
+FEW = {"max_steps": 12, "warmup_steps": 2, "logging_steps": 2}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+
+
+def both(folder: Path, change: Callable[[Any], object] = lambda trainer: None,
+         **settings: Any) -> tuple[Trained, Trained, Any]:  # fmt: skip
+    """What the plain Trainer and ours train, each changed before; and our Trainer."""
+    made = [trainer_of(folder / kind, kind, **{**FEW, **settings}) for kind in (PLAIN, CAPTURED)]
+    for trainer in made:
+        change(trainer)
+    plain, ours = map(trained, made)
+    return plain, ours, made[1]
+
+
+def assert_same_logs(ours: Trained, plain: Trained, tolerance: float = 1e-4) -> None:
+    assert len(ours.log) == len(plain.log) > 0
+    for mine, theirs in zip(ours.log, plain.log, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=tolerance, abs=tolerance)
+
+
+def test_dropout_is_resumed_exactly(tmp_path: Path) -> None:
+    settings = {**FEW, "save_strategy": "steps", "save_steps": 6, "dropout": 0.3}
+    whole = trained(trainer_of(tmp_path, CAPTURED, **settings))
+    rest = trained(trainer_of(tmp_path, CAPTURED, **settings), tmp_path / "checkpoint-6")
+    assert whole.log[3:] == [{**line, "epoch": line["epoch"]} for line in rest.log[3:]]
+    for name, weight in whole.weights.items():
+        assert torch.equal(weight, rest.weights[name]), name
+    other = trained(trainer_of(tmp_path / "other", CAPTURED, **{**settings, "seed": 4}))
+    assert other.log[-1]["loss"] != whole.log[-1]["loss"]
+
+
+def test_evaluation_and_the_best_model(tmp_path: Path) -> None:
+    plain, ours, trainer = both(
+        tmp_path, eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=4,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    assert_same_logs(ours, plain)
+    metrics = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert len(metrics) == 3
+    for name, weight in plain.weights.items():
+        if not name.endswith("key.bias"):
+            torch.testing.assert_close(ours.weights[name], weight, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    plain, ours, trainer = both(tmp_path, bf16=True)
+    assert_same_logs(ours, plain, 0.05)
+    assert_ours(trainer.model)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_copies_follow_weights_that_others_write(tmp_path: Path) -> None:
+    class Zero(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 5:
+                with torch.no_grad():
+                    given["model"].classifier.weight.zero_()
+                    given["model"].classifier.bias.copy_(torch.tensor([9.0, -9.0]))
+
+    plain, ours, _ = both(tmp_path, lambda t: t.add_callback(Zero()), bf16=True, logging_steps=1)
+    assert max(line["loss"] for line in plain.log[5:7]) > 2
+    assert_same_logs(ours, plain, 0.05)
+
+
+def test_parameters_without_a_gradient_stay(tmp_path: Path) -> None:
+    def change(trainer: Any) -> None:
+        torch.manual_seed(1)
+        trainer.model.unused = torch.nn.Linear(3, 3)
+
+    plain, ours, trainer = both(tmp_path, change)
+    assert_same_logs(ours, plain)
+    assert torch.equal(ours.weights["unused.weight"], plain.weights["unused.weight"])
+    assert len(trainer.optimizer.state_dict()["state"]) == len(ours.weights) - 2
+
+
+def test_frozen_parameters(tmp_path: Path) -> None:
+    def change(trainer: Any) -> None:
+        trainer.model.bert.embeddings.requires_grad_(False)
+
+    plain, ours, trainer = both(tmp_path, change)
+    assert_same_logs(ours, plain)
+    assert_ours(trainer.model)
+
+
+def test_batches_that_the_host_cannot_pack(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def left(items: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collated(items)
+        return {k: v.flip(1) if v.dim() > 1 else v for k, v in batch.items()}
+
+    plain, ours, trainer = both(tmp_path, lambda t: setattr(t, "data_collator", left))
+    assert_same_logs(ours, plain)
+    assert caplog.text.count("without a CUDA graph, because a sentence begins with a pad") == 1
+    assert lightseq.report(trainer.model).fallbacks
+
+
+class Own(lightseq.Trainer):
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        return super().compute_loss(*arguments, **options)
+
+
+class Looks(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, *arguments: Any, **given: Any) -> None:
+        assert any(p.grad is not None for p in given["model"].parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "reason"),
+    [
+        ({"optim": "adafactor"}, None, "the optimizer is adafactor, not AdamW"),
+        ({"neftune_noise_alpha": 5.0}, None, "NEFTune adds noise to the embedding"),
+        ({}, lambda t: t.add_callback(Looks()), "the callback Looks looks at gradients"),
+        ({}, lambda t: setattr(t, "__class__", Own), "compute_loss is another one"),
+        ({}, lambda t: setattr(t, "optimizer", torch.optim.SGD(t.model.parameters(), lr=0.1)),
+         "the optimizer was given"),
+    ],
+)  # fmt: skip
+def test_runs_that_the_step_does_not_cover(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any],
+    change: Callable[[Any], object] | None, reason: str,
+) -> None:  # fmt: skip
+    trainer = trainer_of(tmp_path, CAPTURED, **{**FEW, **settings})
+    if change is not None:
+        change(trainer)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trained(trainer)
+    assert caplog.text.count(f"lightseq: the step is not captured, because {reason}") == 1
+    assert any(not torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+    assert_ours(trainer.model)
+
+
+def test_files_have_all_parameters_after_training(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, CAPTURED, **FEW)
+    trained(trainer)
+    places = [p.untyped_storage().data_ptr() for p in trainer.model.parameters()]
+    assert len(set(places)) == len(places)
+
+
+def test_other_heads(tmp_path: Path) -> None:
+    """A masked language model, with tied weights and labels of tokens."""
+    torch.manual_seed(1)
+    found = []
+    for cls in (transformers.Trainer, lightseq.Trainer):
+        torch.manual_seed(2)
+        model = build("RobertaForMaskedLM")
+        ids = torch.randint(3, 24, (40, 9))
+        items = [
+            {"input_ids": row[:k], "labels": torch.where(row[:k] % 3 == 0, row[:k], -100)}
+            for row, k in zip(ids, torch.randint(3, 10, (40,)), strict=True)
+        ]
+
+        def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
+            pads = {"input_ids": 1, "labels": -100}
+            whole = {
+                name: torch.nn.utils.rnn.pad_sequence(
+                    [item[name] for item in batch], batch_first=True, padding_value=pad
+                )
+                for name, pad in pads.items()
+            }
+            return {**whole, "attention_mask": whole["input_ids"].ne(1).long()}
+
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=10, per_device_train_batch_size=4, learning_rate=1e-2,
+            logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
+            gradient_accumulation_steps=2,
+        )  # fmt: skip
+        trainer = cls(model, args, train_dataset=items, data_collator=collate)
+        trainer.remove_callback(transformers.PrinterCallback)
+        found.append(trained(trainer))
+    assert_same_logs(found[1], found[0])
+    assert_ours(trainer.model, 20)
+
+
+# --- batches
+
+
+READS = Reads(pads=False, first=True)
+
+
+def test_a_batch_is_filled_up_and_packed() -> None:
+    ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
+    given = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": torch.tensor([1, 0])}
+    batch = batches.packed(given, 0, (3, 4), READS, 99)
+    tensors, segments, rng = batch.open(batch.block)
+    assert tensors["input_ids"].shape == (2, 32) and tensors["labels"].tolist() == [1, 0]
+    assert tensors["attention_mask"].sum() == 4 and rng.tolist() == [3, 4]
+    assert segments.cu_seqlens.tolist() == [0, 3, 4] and len(segments.index) == 64
+    packed = segments.pack(tensors["input_ids"])
+    assert packed.tolist() == [5, 6, 7, 8] + [0] * 60
+    assert torch.equal(segments.pad(packed)[:, :3], ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"input_ids": np.zeros((2, 3))}, "input_ids is not a tensor on the CPU"),
+        ({"pixels": torch.zeros(2, 3)}, "there are no input_ids"),
+        ({"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 1, 3, 3)},
+         "the attention mask has another shape"),
+        ({"input_ids": torch.ones(1, 2), "attention_mask": torch.tensor([[0, 1]])},
+         "a sentence begins with a pad"),
+    ],
+)  # fmt: skip
+def test_batches_without_a_packed_form(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotCovered, match=reason):
+        batches.packed(given, 0, (0, 0), READS, 99)
+
+
+# --- LightseqAdamW
+
+
+def optimized(cls: Any, state: Any = None, updates: int = 5) -> tuple[list[Any], Any]:
+    torch.manual_seed(4)
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((5, 3), (7,), (2, 2))]
+    groups = [
+        {"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "lr": 0.3}
+    ]  # fmt: skip
+    optimizer = cls(groups, lr=0.1, eps=0.01, betas=(0.8, 0.9), weight_decay=0.0)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for update in range(updates):
+        for p in parameters[: 3 if update else 2]:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters, optimizer.state_dict()
+
+
+def test_adamw_is_torchs() -> None:
+    ours, theirs = optimized(lightseq.LightseqAdamW), optimized(torch.optim.AdamW)
+    for mine, other in zip(ours[0], theirs[0], strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-6)
+    states = ours[1]["state"], theirs[1]["state"]
+    assert states[0].keys() == states[1].keys()
+    for mine, other in zip(states[0].values(), states[1].values(), strict=True):
+        assert mine.keys() == other.keys()
+        for name in mine:
+            torch.testing.assert_close(mine[name], other[name], atol=1e-6, rtol=1e-6)
+    assert ours[1]["param_groups"][0].keys() == theirs[1]["param_groups"][0].keys()
+
+
+def test_adamw_loads_torchs_state_and_the_other_way() -> None:
+    state = optimized(torch.optim.AdamW)[1]
+    results = [
+        optimized(cls, state)[0] for cls in (lightseq.LightseqAdamW, torch.optim.AdamW)
+    ]  # fmt: skip
+    results.append(optimized(torch.optim.AdamW, optimized(lightseq.LightseqAdamW)[1])[0])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_adamw_refuses_other_states() -> None:
+    state = optimized(torch.optim.AdamW)[1]
+    state["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="amsgrad, which LightseqAdamW lacks"):
+        optimized(lightseq.LightseqAdamW, state)
+    state["param_groups"].pop()
+    with pytest.raises(
+        ValueError, match=r"groups of \[2\] parameters, but this model has \[2, 1\]"
+    ):
+        optimized(lightseq.LightseqAdamW, state)
