@@ -26,6 +26,7 @@ from torch import nn
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.huggingface import accelerated
 from lightseq_fairseq.huggingface.copies import copies
 from lightseq_fairseq.memory.parameters import as_one
 
@@ -225,11 +226,32 @@ def test_projections_are_copied_side_by_side(dtype: torch.dtype) -> None:
         assert all(part.equal(p.to(dtype)) for part, p in zip(parts, group))
 
 
+def test_only_what_is_to_be_moved_or_cast_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    def watched(blocks: Any, dtype: torch.dtype) -> Any:
+        counts.append((sum(map(len, blocks)), dtype))
+        return copies(blocks, dtype)
+
+    monkeypatch.setattr(accelerated, "copies", watched)
+    _, ours, batch = used()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours(**batch)
+        ours.bfloat16()(**batch)
+    projections, layers = 2 * 6, 2 * 16
+    assert counts == [
+        (projections, torch.float32), (layers, torch.bfloat16), (projections, torch.bfloat16)
+    ]  # fmt: skip
+    assert_ours(ours)
+
+
 def test_files_of_accelerate(tmp_path: Path) -> None:
     """Which takes parameters of one storage for tied ones."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from safetensors.torch import save_model
 
+    AcceleratorState._reset_state(reset_partial_state=True)
     for name, model in zip(("plain", "ours"), used()):
         accelerator = Accelerator(cpu=True)
         prepared = accelerator.prepare(model)
@@ -240,6 +262,7 @@ def test_files_of_accelerate(tmp_path: Path) -> None:
         found, expected = map(load_file, files)
         assert len(expected) > 40
         assert_bitwise(found, expected)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 FROZEN = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,8 +105,11 @@ def train(folder: Path, kind: str, count: int, resume: Path | None = None) -> Tr
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_progress() -> None:
+def few_log_lines() -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
 
 
 @pytest.fixture(scope="module")
