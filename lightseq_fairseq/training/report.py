@@ -62,6 +62,7 @@ class Report:
         self._updates = 0
         self._before = (0.0, 0)  # `_of_epoch` before `train`: from an earlier run
         self._seconds = 0.0  # of training, without validation and saving
+        self._first = 0  # the updates of the checkpoint with which the run begins
         self._saved = 0  # the updates of the last checkpoint
         self._file: MemoryHandler | None = None
         self._began = self._next = 0.0  # time of the first line, and of the next one about progress
@@ -91,7 +92,7 @@ class Report:
         """fairseq's ``load_checkpoint``; logs why a run that has ended trains no further, or
         that its schedule or its checkpoints end before it."""
         extra_state, epochs = original(settings, trainer, **others)
-        self._trainer = trainer
+        self._trainer, self._first = trainer, trainer.get_num_updates()
         self._note_saving()
         self._ended = resuming.ended(trainer, epochs)
         if self._ended is not None:
@@ -122,7 +123,9 @@ class Report:
         try:
             return original(cfg, trainer, *others)
         except FloatingPointError as error:
-            raise divergence.explained(error, trainer, self._diverged) from error
+            # A checkpoint is of no use if the first update after it fails.
+            at_once = 0 < self._first == trainer.get_num_updates()
+            raise divergence.explained(error, trainer, self._diverged or at_once) from error
         finally:
             self._seconds += time.perf_counter() - began
 

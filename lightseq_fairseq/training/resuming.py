@@ -188,8 +188,8 @@ def unsaved(trainer: Any, epochs: Any) -> str | None:
         return None
     kept = f"the last checkpoint is that of epoch {count // every * every}"
     return (
-        f"{kept if count >= every else 'the run writes no checkpoint'}, because it ends with epoch "
-        f"{count} (--max-epoch) and --save-interval is {every}: lower --save-interval"
+        f"{kept if count >= every else 'no checkpoint is written'}, because the run ends with "
+        f"epoch {count} (--max-epoch) and --save-interval is {every}: lower --save-interval"
     )
 
 

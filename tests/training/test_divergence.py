@@ -60,6 +60,17 @@ def test_the_last_line_says_what_to_do(
     assert not re.search("(?i)lower --lr", caplog.text)
 
 
+def test_a_checkpoint_that_has_diverged_is_not_named_again(binarised: Path, tmp_path: Path) -> None:
+    """The first update after it fails, too, with any learning rate."""
+    words = f"--arch {LS} {FIXED} --save-dir {tmp_path} --lr".split()
+    first = cli_runs.run("train", binarised, *cli_runs.SMALL, *words, "1e38").stderr
+    crash = tmp_path / "crash.pt"
+    again = ["1e-3", "--restore-file", crash, "--reset-dataloader"]
+    then = cli_runs.run("train", binarised, *cli_runs.SMALL, *words, *again).stderr
+    assert AGAIN.format(crash) in first
+    assert LOST.format(crash) in then and "--restore-file" not in then
+
+
 def test_fp16_names_the_loss_scale(binarised: Path, tmp_path: Path) -> None:
     words = f"--arch {LS} --lr 1e38 {FIXED} --fp16 --fp16-no-flatten-grads --min-loss-scale 9"
     result = cli_runs.run(

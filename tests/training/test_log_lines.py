@@ -169,7 +169,7 @@ def test_a_validation_loss_of_nan_is_noted(
             {"2"},
             "the last checkpoint is that of epoch 2, because",
         ),
-        ("--save-interval 4 --max-epoch 3", set(), "the run writes no checkpoint, because it ends"),
+        ("--save-interval 4 --max-epoch 3", set(), "no checkpoint is written, because the run"),
         ("--save-interval 4 --max-epoch 3 --max-update 9", {"last"}, ""),
         ("--save-interval 4 --max-epoch 3 --save-interval-updates 9", {"last"}, ""),
         ("--save-interval 3 --max-epoch 3", {"3", "last"}, ""),
