@@ -277,10 +277,7 @@ def _forward(
             "FSDP and DeepSpeed's ZeRO-3 need Hugging Face's layers: use DDP, or remove "
             "lightseq.accelerate."
         )
-    layers = state.family.layers(model)
-    if step is None:
-        _read_copies(layers, model.embeddings.word_embeddings.weight)
-    rng = None if step is None else step.rng
+    layers, recomputes = state.family.layers(model), _recomputes(model)
     if step is not None and step.segments is not None:
         if shape != step.segments.shape:
             raise NotCovered("the encoder is called with another batch than the model")
@@ -289,6 +286,10 @@ def _forward(
         segments = _given_segments(cu_seqlens, longest, attention_mask, shape)
     else:
         segments = _segments(attention_mask, shape, like.device, state)
+    if step is None:
+        _read_copies(layers, model.embeddings.word_embeddings.weight)
+    # From here on nothing raises NotCovered: Hugging Face's forward would draw other masks.
+    rng = None if step is None else step.rng
     rng = _rng(model, layers, like.device) if rng is None else rng
     x = None
     if input_ids is not None:
@@ -306,8 +307,7 @@ def _forward(
     states: list[Tensor] | None = [] if wants_states else None
     with torch.autocast(like.device.type, enabled=False):
         y = run_encoder(
-            layers, None, x, segments, rng, checkpoint_activations=_recomputes(model),
-            states=states,
+            layers, None, x, segments, rng, checkpoint_activations=recomputes, states=states
         )  # fmt: skip
     wide = model.embeddings.word_embeddings.weight.dtype
 

@@ -324,14 +324,42 @@ def test_parameters_elsewhere() -> None:
         assert_same(computed(ours, batch), computed(plain, batch))
 
 
-def test_two_dropout_rates() -> None:
-    plain, ours = pair("BertForMaskedLM")
-    for model in (plain, ours):
-        model.bert.encoder.layer[0].output.dropout.p = 0.5
-    batch = batch_of(plain, mask_of(LENGTHS))
+def two_rates(model: Any) -> None:
+    model.bert.encoder.layer[0].output.dropout.p = 0.5
+
+
+def some_checkpoints(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.bert.encoder.layer[1].gradient_checkpointing = False
+
+
+def linear_hook(model: Any) -> None:
+    hook(model.bert.encoder.layer[1].attention.self)
+
+
+def nothing(model: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "left", "reason"),
+    [
+        ("BertForMaskedLM", two_rates, False, "a layer has two dropout rates"),
+        ("BertForMaskedLM", some_checkpoints, False, "only some layers are checkpointed"),
+        ("BertForMaskedLM", linear_hook, False, "a Linear has hooks"),
+        ("BertForNextSentencePrediction", nothing, True, "a sentence begins with a pad"),
+        ("BertForQuestionAnswering", nothing, False, "question answering also reads"),
+    ],
+)
+def test_masks_of_a_fallback_are_those_of_hugging_face(
+    name: str, change: Callable[[Any], None], left: bool, reason: str
+) -> None:
+    plain, ours = pair(name, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
+    batch = batch_of(plain, mask_of(LENGTHS, left))
     results = []
-    with one_warning("a layer has two dropout rates"):
+    with one_warning(reason):
         for model in (ours, plain):
+            change(model)
             torch.manual_seed(3)
             results.append(computed(model, batch))
     assert_same(*results)
