@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from lightseq_fairseq.layers.adapter import adapter_of
-from lightseq_fairseq.layers.encoder import EncoderLayer, TransformerLayer, run_encoder
+from lightseq_fairseq.layers.attention import AttentionParts, MultiheadAttention
+from lightseq_fairseq.layers.encoder import EncoderLayer, LayerParts, TransformerLayer, run_encoder
 from lightseq_fairseq.layers.node import Input, apply
 from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.stack import Stack, Sublayer
@@ -19,7 +20,35 @@ from lightseq_fairseq.layers.weight import Projection, Weight
 from lightseq_fairseq.memory.packing import Segments
 
 
-class DecoderLayer(TransformerLayer):
+class DecoderParts(LayerParts):
+    """A layer that `run_decoder` runs.
+
+    Attributes:
+        encoder_attn, encoder_attn_layer_norm: of the cross attention.
+    """
+
+    encoder_attn: AttentionParts
+    encoder_attn_layer_norm: Norm
+
+    def sublayers(
+        self, target: Segments, source: Segments, rng: Tensor, causal: bool, memory: Weight,
+        place: int,
+    ) -> list[Sublayer]:  # fmt: skip
+        """place: of the layer in its stack, see ``memory_weight``."""
+        site = self.first_site(rng)
+        own = self.self_attn.arguments(target, target, causal, rng, site)
+        cross = self.encoder_attn.arguments(target, source, False, rng, site + 2)
+        norms = self.self_attn_layer_norm, self.encoder_attn_layer_norm
+        return [
+            self.self_attn.sublayer(own, norms[0], self.output_dropout(rng, site + 1)),
+            self.encoder_attn.sublayer(
+                cross, norms[1], self.output_dropout(rng, site + 3), memory, place
+            ),
+            self.feed_forward(rng, site + 4),
+        ]
+
+
+class DecoderLayer(DecoderParts, TransformerLayer):
     """Self-attention, cross attention and feed-forward with residuals.
 
     Args as ``EncoderLayer``; ``encoder_dim`` is the width of the encoder's output (default C).
@@ -39,23 +68,6 @@ class DecoderLayer(TransformerLayer):
             normalize_before=normalize_before, site=site,
         )  # fmt: skip
 
-    def sublayers(
-        self, target: Segments, source: Segments, rng: Tensor, causal: bool, memory: Weight,
-        place: int,
-    ) -> list[Sublayer]:  # fmt: skip
-        """place: of the layer in its stack, see ``memory_weight``."""
-        site = self.first_site(rng)
-        own = self.self_attn.arguments(target, target, causal, rng, site)
-        cross = self.encoder_attn.arguments(target, source, False, rng, site + 2)
-        norms = self.self_attn_layer_norm, self.encoder_attn_layer_norm
-        return [
-            self.self_attn.sublayer(own, norms[0], self.output_dropout(rng, site + 1)),
-            self.encoder_attn.sublayer(
-                cross, norms[1], self.output_dropout(rng, site + 3), memory, place
-            ),
-            self.feed_forward(rng, site + 4),
-        ]
-
     def forward(
         self, x: Tensor, encoder_out: Tensor, target: Segments, source: Segments, rng: Tensor
     ) -> Tensor:
@@ -63,13 +75,13 @@ class DecoderLayer(TransformerLayer):
         return run_decoder([self], None, x, encoder_out, target, source, rng)
 
 
-def _memory(layers: Iterable[DecoderLayer]) -> list[Projection]:
+def _memory(layers: Iterable[DecoderParts]) -> list[Projection]:
     """Key and value projections of all cross attentions, in the order of their GEMM."""
     blocks = [layer.encoder_attn for layer in layers]
     return [p for block in blocks for p in (block.k_proj, block.v_proj)]
 
 
-def memory_weight(layers: Iterable[DecoderLayer], rng: Tensor | None = None) -> Weight:
+def memory_weight(layers: Iterable[DecoderParts], rng: Tensor | None = None) -> Weight:
     """By which one product makes keys and values [T_src, 2 * C] of all layers, side by side."""
     return Weight.of(*_memory(layers), rng=rng)
 
@@ -128,7 +140,7 @@ def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[
 
 
 def run_decoder(
-    layers: Iterable[DecoderLayer], last_norm: Norm | None, x: Tensor | Input,
+    layers: Iterable[DecoderParts], last_norm: Norm | None, x: Tensor | Input,
     encoder_out: Tensor | Input, target: Segments, source: Segments, rng: Tensor,
     causal: bool = True, checkpoint_activations: bool = False,
     attention: list[Tensor] | None = None, attention_of: int = -1,
@@ -159,5 +171,6 @@ def run_decoder(
     )  # fmt: skip
     if attention is not None:
         block, (queries_of, keys_of) = stack[attention_of].encoder_attn, asked
+        assert isinstance(block, MultiheadAttention)
         attention.append(block.cross_weights(queries_of.x, keys_of.x, target, source))
     return result.x

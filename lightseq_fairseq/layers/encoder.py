@@ -94,6 +94,8 @@ class TransformerLayer(LayerParts, nn.Module):
         super().__init__()
         self.self_attn = MultiheadAttention(embed_dim, num_heads, dropout=attention_dropout)
         self.self_attn_layer_norm = nn.LayerNorm(embed_dim)
+        self.encoder_attn: AttentionParts
+        self.encoder_attn_layer_norm: Norm
         if encoder_dim is not None:
             self.encoder_attn = MultiheadAttention(
                 embed_dim, num_heads, encoder_dim, attention_dropout
