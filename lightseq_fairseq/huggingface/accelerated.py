@@ -14,53 +14,34 @@ import functools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.huggingface.bert import Bert, Layer
-from lightseq_fairseq.huggingface.copies import copies
-from lightseq_fairseq.huggingface.covered import ACTIVATIONS, NotCovered, Reads
-from lightseq_fairseq.layers.encoder import EncoderParts, run_encoder
-from lightseq_fairseq.memory.packing import Segments
+from lightseq_fairseq.huggingface.bert import Bert
+from lightseq_fairseq.huggingface.calls import GIVEN
+from lightseq_fairseq.huggingface.covered import NotCovered, Reads
+from lightseq_fairseq.huggingface.seq2seq import Seq2Seq
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Class of the encoder -> prefix of the names of its parts.
-_ENCODERS = {
-    "BertModel": "Bert",
-    "RobertaModel": "Roberta",
-    "XLMRobertaModel": "XLMRoberta",
-    "CamembertModel": "Camembert",
-}
-_SUPPORTED = "BERT, RoBERTa, XLM-R and CamemBERT"
+# Class of a module that our layers compute -> how, and the prefix of the names of its parts.
+_FAMILIES: dict[str, tuple[type[Bert] | type[Seq2Seq], str]] = {}
+for _prefix in ("Bert", "Roberta", "XLMRoberta", "Camembert"):
+    _FAMILIES[f"{_prefix}Model"] = Bert, _prefix
+for _prefix in ("Bart", "MBart", "M2M100", "Pegasus", "Marian"):
+    _FAMILIES[f"{_prefix}Encoder"] = _FAMILIES[f"{_prefix}Decoder"] = Seq2Seq, _prefix
+_SUPPORTED = "BERT, RoBERTa, XLM-R, CamemBERT, BART, mBART, M2M-100, NLLB, Pegasus and Marian"
 # Heads that read only the rows of real tokens, and heads that also read those of pads. Others read
 # the first row of each sentence.
 _READ_TOKENS = ("ForMaskedLM", "ForTokenClassification")
 _READ_PADS = ("ForQuestionAnswering",)
-
-
-class GivenPass(NamedTuple):
-    """What a captured step knows of a call before it.
-
-    Attributes:
-        segments, rng: of the call; None if the host has not packed the batch. Then the call runs as
-            outside of a step, but the step has the parameters.
-    """
-
-    segments: Segments | None
-    rng: Tensor | None
-
-
-#: Within a captured step: what it knows.
-GIVEN: ContextVar[GivenPass | None] = ContextVar("lightseq_given", default=None)
 
 
 @dataclass
@@ -86,7 +67,7 @@ class Coverage:
 class _State:
     """What an accelerated encoder keeps besides its modules."""
 
-    family: Bert
+    family: Bert | Seq2Seq
     reads: Reads
     report: Coverage = field(default_factory=Coverage)
 
@@ -125,12 +106,12 @@ def _class_of(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._lightseq
         try:
-            result = _forward(self, state, *args, **kwargs)
+            result = state.family.forward(self, state.reads, *args, **kwargs)
         except NotCovered as reason:
             given = GIVEN.get()
             if given is not None and given.segments is not None:
                 raise  # the step runs again without a packed batch
-            if str(reason) not in state.report.fallbacks:
+            if not reason.is_usual and str(reason) not in state.report.fallbacks:
                 warnings.warn(
                     f"lightseq: Hugging Face's own forward runs, because {reason}.", stacklevel=2
                 )
@@ -157,7 +138,7 @@ def accelerate(model: Model) -> Model:
         UserError: our layers do not support this model; the sentence says why.
     """
     _check_version()
-    found = [m for m in model.modules() if type(m).__name__ in _ENCODERS and _is_theirs(m)]
+    found = [m for m in model.modules() if type(m).__name__ in _FAMILIES and _is_theirs(m)]
     if not found:
         raise UserError(
             f"{type(model).__name__} is not supported (supported: {_SUPPORTED}): remove "
@@ -169,8 +150,8 @@ def accelerate(model: Model) -> Model:
     for encoder in new:
         outer = type(_owner(model, encoder)).__name__
         reads = Reads(outer.endswith(_READ_PADS), not outer.endswith(_READ_TOKENS))
-        family = Bert(encoder, _ENCODERS[type(encoder).__name__])
-        encoder._lightseq = _State(family, reads)  # type: ignore[assignment]
+        kind, prefix = _FAMILIES[type(encoder).__name__]
+        encoder._lightseq = _State(kind(encoder, prefix), reads)  # type: ignore[assignment]
         encoder.__class__ = _class_of(type(encoder))  # type: ignore[arg-type]
     return model
 
@@ -220,194 +201,12 @@ def _owner(model: nn.Module, encoder: nn.Module) -> nn.Module:
 
 
 def _check_supported(encoder: Any) -> None:
-    """Raises UserError if no call of this encoder could be computed by our layers."""
-    name, config = type(encoder).__name__, encoder.config
-    width, heads = config.hidden_size, config.num_attention_heads
-    reasons = {
-        "another forward, such as that of device_map,": "forward" in vars(encoder),
-        "a decoder (is_decoder)": config.is_decoder,
-        "cross attention (add_cross_attention)": config.add_cross_attention,
-        f"chunk_size_feed_forward {config.chunk_size_feed_forward}": config.chunk_size_feed_forward,
-        f"the activation {config.hidden_act}": config.hidden_act not in ACTIVATIONS,
-        f"a head width of {width // heads} (a multiple of 8 up to 128)": width // heads > 128
-        or width // heads % 8,
-        f"an intermediate_size of {config.intermediate_size} (a multiple of 8)": (
-            config.intermediate_size % 8
-        ),
-    }
-    for what, is_so in reasons.items():
+    """Raises UserError if no call of this module could be computed by our layers."""
+    name, (kind, _) = type(encoder).__name__, _FAMILIES[type(encoder).__name__]
+    other = "another forward, such as that of device_map,"
+    for what, is_so in {
+        other: "forward" in vars(encoder),
+        **kind.unsupported(encoder.config),
+    }.items():
         if is_so:
             raise UserError(f"{name} with {what} is not supported: remove lightseq.accelerate.")
-
-
-def _forward(
-    model: Any, state: _State, input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
-    position_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
-    *more: Any, **options: Any,
-) -> Any:  # fmt: skip
-    """The result of the encoder, by our layers; raises NotCovered if they do not compute it."""
-    from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as Output
-
-    config = model.config
-    given = options.pop("return_dict", None)
-    returns_dict = config.return_dict if given is None else given
-    wants_states = _option(options, config, "output_hidden_states")
-    if more or (input_ids is None) == (inputs_embeds is None):
-        raise NotCovered("it is called with other arguments")
-    if config.is_decoder:
-        raise NotCovered("it is a decoder")
-    if _option(options, config, "output_attentions"):
-        raise NotCovered("it returns attentions")
-    if wants_states and not isinstance(wants_states, bool):
-        raise NotCovered("it returns some hidden states")
-    cu_seqlens, longest = options.pop("cu_seq_lens_q", None), options.pop("max_length_q", None)
-    for name in ("cu_seq_lens_k", "max_length_k", "use_cache", "num_items_in_batch"):
-        options.pop(name, None)
-    for name, value in options.items():
-        if value is not None:
-            raise NotCovered(f"it is called with {name}")
-    like = input_ids if input_ids is not None else inputs_embeds
-    assert like is not None
-    shape = like.shape[0], like.shape[1]
-    step = GIVEN.get()
-    first = next(model.encoder.parameters(), None)
-    if hasattr(first, "ds_id") or hasattr(first, "device_mesh"):
-        raise UserError(
-            "FSDP and DeepSpeed's ZeRO-3 need Hugging Face's layers: use DDP, or remove "
-            "lightseq.accelerate."
-        )
-    layers, recomputes = state.family.layers(model), _recomputes(model)
-    if step is not None and step.segments is not None:
-        if shape != step.segments.shape:
-            raise NotCovered("the encoder is called with another batch than the model")
-        segments = step.segments
-    elif cu_seqlens is not None:
-        segments = _given_segments(cu_seqlens, longest, attention_mask, shape)
-    else:
-        segments = _segments(attention_mask, shape, like.device, state)
-    if step is None:
-        _read_copies(layers, model.embeddings.word_embeddings.weight)
-    # From here on nothing raises NotCovered: Hugging Face's forward would draw other masks.
-    rng = None if step is None else step.rng
-    rng = _rng(model, layers, like.device) if rng is None else rng
-    x = None
-    if input_ids is not None:
-        try:
-            x = state.family.embedded(model, segments, rng, input_ids, token_type_ids, position_ids)
-        except NotCovered:
-            x = None  # Hugging Face's own embedding, for example with hooks (NEFTune)
-    if x is None:
-        padded = model.embeddings(
-            input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids,
-            inputs_embeds=inputs_embeds,
-        )  # fmt: skip
-        x = segments.pack(padded)
-    x = x.to(layers[0].fc1.weight.dtype)
-    states: list[Tensor] | None = [] if wants_states else None
-    with torch.autocast(like.device.type, enabled=False):
-        y = run_encoder(
-            layers, None, x, segments, rng, checkpoint_activations=recomputes, states=states
-        )  # fmt: skip
-    wide = model.embeddings.word_embeddings.weight.dtype
-
-    def padded_again(rows: Tensor) -> Tensor:
-        return segments.pad(rows.to(wide))
-
-    result = Output(last_hidden_state=padded_again(y))
-    if model.pooler is not None:
-        result["pooler_output"] = model.pooler(result.last_hidden_state)
-    if states is not None:
-        inner = [padded_again(rows) for rows in states[:-1]]
-        result["hidden_states"] = (*inner, result.last_hidden_state)
-    return result if returns_dict else result.to_tuple()
-
-
-def _option(options: dict[str, Any], config: Any, name: str) -> Any:
-    """An argument of forward, or if it is not given the configuration's."""
-    given = options.pop(name, None)
-    return getattr(config, name, False) if given is None else given
-
-
-def _read_copies(layers: Sequence[Layer], words: Tensor) -> None:
-    """Let layers read copies of their parameters, see `copies`: at least of those that are to be
-    side by side.
-
-    words: of the embeddings, which read their own parameters: under autocast they are float32, as
-        Hugging Face's.
-    """
-    parts = [part for layer in layers for part in layer.parts]
-    parameters = [x for part in parts for x in (part.weight, part.bias)]
-    for parameter in parameters:
-        if parameter.device != words.device:
-            raise NotCovered(f"parameters are on {parameter.device} and {words.device}")
-    dtypes = {words.dtype, *(p.dtype for p in parameters)}
-    dtype = _dtype(words.device, dtypes)
-    blocks: list[list[Tensor]] = []
-    for layer in layers:
-        first = layer.parts[:3]
-        blocks += [[part.weight for part in first], [part.bias for part in first]]
-    if dtypes != {dtype}:
-        known = {id(p) for block in blocks for p in block}
-        blocks += [[p] for p in parameters if id(p) not in known]
-    made = copies(blocks, dtype)
-    for part in parts:
-        part.weight = made.get(id(part.weight), part.weight)
-        part.bias = made.get(id(part.bias), part.bias)
-
-
-def _dtype(device: torch.device, dtypes: set[torch.dtype]) -> torch.dtype:
-    """The dtype of the layers, for those of the parameters."""
-    if len(dtypes) > 1:
-        raise NotCovered("its parameters have several dtypes")
-    if not torch.is_autocast_enabled(device.type):
-        return next(iter(dtypes))
-    dtype = torch.get_autocast_dtype(device.type)
-    if dtype != torch.bfloat16:
-        raise NotCovered(f"autocast computes in {str(dtype).removeprefix('torch.')}")
-    if not dtypes <= {torch.bfloat16, torch.float32}:
-        raise NotCovered("its parameters are neither bfloat16 nor float32")
-    return dtype
-
-
-def _segments(
-    mask: Tensor | None, shape: tuple[int, int], device: torch.device, state: _State
-) -> Segments:
-    """The real tokens; the host waits for the GPU once, because shapes depend on their number."""
-    if mask is None:
-        return Segments.full(shape, device)
-    if tuple(mask.shape) != shape:
-        raise NotCovered("the attention mask is not of the shape [sentences, tokens]")
-    is_real = mask.to(torch.bool)
-    total, first = torch.stack([is_real.sum(), is_real[:, 0].sum()]).tolist()
-    if total == is_real.numel():
-        return Segments.full(shape, device)
-    state.reads.check(no_pads=False, first_is_real=first == shape[0])
-    return Segments.from_mask(is_real, total)
-
-
-def _given_segments(
-    cu_seqlens: Tensor, longest: int | None, mask: Tensor | None, shape: tuple[int, int]
-) -> Segments:
-    """Packed sentences, as a collator of transformers gives them."""
-    if shape[0] != 1 or longest is None or mask is not None:
-        raise NotCovered("cu_seq_lens_q comes with a mask, without max_length_q or with a batch")
-    whole = Segments.full((shape[0], shape[1]), cu_seqlens.device)
-    return Segments(cu_seqlens.int(), int(longest), whole.positions, whole.index, shape)
-
-
-def _rng(model: Any, layers: Sequence[EncoderParts], device: torch.device) -> Tensor:
-    """The rng of all masks of a call, drawn on the device as Hugging Face draws masks."""
-    first = model.embeddings.dropout
-    rates = [layer.dropout or layer.self_attn.dropout for layer in layers]
-    if not any(rates) and not (first.training and getattr(first, "p", 0.0)):
-        return torch.zeros(2, dtype=torch.int64, device=device)
-    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
-
-
-def _recomputes(model: Any) -> bool:
-    """Whether backward runs the layers again."""
-    flags = {layer.gradient_checkpointing and layer.training for layer in model.encoder.layer}
-    if len(flags) > 1:
-        raise NotCovered("only some layers are checkpointed")
-    return torch.is_grad_enabled() and flags == {True}

@@ -6,62 +6,39 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens, C = model width,
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightseq_fairseq.huggingface.calls import (
+    GIVEN,
+    check_attention,
+    check_whole,
+    draw_rng,
+    given_segments,
+    options_of,
+    read_copies,
+    recomputes,
+    segments_of,
+)
 from lightseq_fairseq.huggingface.covered import (
     ACTIVATIONS,
     LayerNorm,
     Linear,
     NotCovered,
+    Reads,
     check,
     rate,
     tensor,
+    unsupported_sizes,
 )
-from lightseq_fairseq.layers.attention import AttentionParts
+from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer
 from lightseq_fairseq.layers.embedding import embed
-from lightseq_fairseq.layers.encoder import EncoderParts
+from lightseq_fairseq.layers.encoder import run_encoder
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import Segments
-
-
-@dataclass
-class _Attention(AttentionParts):
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
-    out_proj: Linear
-    num_heads: int
-    dropout: float
-    training: bool = True  # the rate is 0 in evaluation
-
-
-@dataclass
-class Layer(EncoderParts):
-    self_attn: _Attention
-    self_attn_layer_norm: LayerNorm
-    fc1: Linear
-    fc2: Linear
-    final_layer_norm: LayerNorm
-    dropout: float
-    activation: str
-    site: int
-    activation_dropout: float = 0.0
-    normalize_before: bool = False
-    training: bool = True
-
-    @property
-    def parts(self) -> list[Linear | LayerNorm]:
-        """What has its tensors; one product reads the first three as one."""
-        block = self.self_attn
-        return [
-            block.q_proj, block.k_proj, block.v_proj, block.out_proj, self.self_attn_layer_norm,
-            self.fc1, self.fc2, self.final_layer_norm,
-        ]  # fmt: skip
 
 
 class Bert:
@@ -83,6 +60,89 @@ class Bert:
         self._activation = ACTIVATIONS[model.config.hidden_act]
         self._activation_class = type(ACT2FN[model.config.hidden_act])
 
+    @staticmethod
+    def unsupported(config: Any) -> dict[str, Any]:
+        """What our layers lack -> whether the configuration has it."""
+        return {
+            "a decoder (is_decoder)": config.is_decoder,
+            "cross attention (add_cross_attention)": config.add_cross_attention,
+            f"chunk_size_feed_forward {config.chunk_size_feed_forward}": (
+                config.chunk_size_feed_forward
+            ),
+            **unsupported_sizes(
+                config.hidden_act, config.hidden_size, config.num_attention_heads,
+                config.intermediate_size,
+            ),
+        }  # fmt: skip
+
+    def forward(
+        self, model: Any, reads: Reads, input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
+        *more: Any, **given: Any,
+    ) -> Any:  # fmt: skip
+        """What the encoder's forward returns, by our layers; raises NotCovered if they do not
+        compute it."""
+        from transformers.modeling_outputs import (
+            BaseModelOutputWithPoolingAndCrossAttentions as Output,
+        )
+
+        if more or (input_ids is None) == (inputs_embeds is None):
+            raise NotCovered("it is called with other arguments")
+        if model.config.is_decoder:
+            raise NotCovered("it is a decoder")
+        cu_seqlens, longest = given.pop("cu_seq_lens_q", None), given.pop("max_length_q", None)
+        unread = ("cu_seq_lens_k", "max_length_k", "use_cache")
+        options = options_of(model.config, given, unread)
+        like = input_ids if input_ids is not None else inputs_embeds
+        assert like is not None
+        shape = like.shape[0], like.shape[1]
+        step = GIVEN.get()
+        check_whole(model.encoder)
+        layers, again = self.layers(model), recomputes(model.encoder.layer)
+        if step is not None and step.segments is not None:
+            if shape != step.segments.shape:
+                raise NotCovered("the encoder is called with another batch than the model")
+            segments = step.segments
+        elif cu_seqlens is not None:
+            segments = given_segments(cu_seqlens, longest, attention_mask, shape)
+        else:
+            segments = segments_of(attention_mask, shape, like.device, reads)
+        module = model.embeddings
+        if step is None:
+            read_copies(layers, module.word_embeddings.weight)
+        # From here on nothing raises NotCovered: Hugging Face's forward would draw other masks.
+        rng = None if step is None else step.rng
+        if rng is None:
+            first = getattr(module.dropout, "p", 0.0) if module.dropout.training else 0.0
+            rng = draw_rng(layers, first, like.device)
+        x = None
+        if input_ids is not None:
+            try:
+                x = self.embedded(model, segments, rng, input_ids, token_type_ids, position_ids)
+            except NotCovered:
+                x = None  # Hugging Face's own embedding, for example with hooks (NEFTune)
+        if x is None:
+            padded = module(
+                input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids,
+                inputs_embeds=inputs_embeds,
+            )  # fmt: skip
+            x = segments.pack(padded)
+        x = x.to(layers[0].fc1.weight.dtype)
+        states: list[Tensor] | None = [] if options.wants_states else None
+        with torch.autocast(like.device.type, enabled=False):
+            y = run_encoder(
+                layers, None, x, segments, rng, checkpoint_activations=again, states=states
+            )
+        wide = module.word_embeddings.weight.dtype
+        result = Output(last_hidden_state=segments.pad(y.to(wide)))
+        if model.pooler is not None:
+            result["pooler_output"] = model.pooler(result.last_hidden_state)
+        if states is not None:
+            inner = [segments.pad(rows.to(wide)) for rows in states[:-1]]
+            result["hidden_states"] = (*inner, result.last_hidden_state)
+        return result if options.returns_dict else result.to_tuple()
+
     def groups(self, model: Any) -> list[list[Tensor]]:
         """Parameters that one product reads as one."""
         found = []
@@ -93,13 +153,11 @@ class Bert:
                 found += [[x.weight for x in read], [x.bias for x in read]]
         return found
 
-    def layers(self, model: Any) -> list[Layer]:
+    def layers(self, model: Any) -> list[ReadEncoderLayer]:
         self._check(model.encoder, "Encoder")
         if not len(model.encoder.layer):
             raise NotCovered("it has no layers")
-        attention = model.config._attn_implementation or "eager"
-        if attention not in ("eager", "sdpa", "flex_attention") and "flash" not in attention:
-            raise NotCovered(f"its attention is {attention}")
+        check_attention(model.config)
         return [
             self._layer(layer, place * SITES_PER_LAYER)
             for place, layer in enumerate(model.encoder.layer, 1)
@@ -108,7 +166,7 @@ class Bert:
     def _check(self, module: nn.Module, place: str) -> None:
         check(module, self._classes[place])
 
-    def _layer(self, layer: Any, site: int) -> Layer:
+    def _layer(self, layer: Any, site: int) -> ReadEncoderLayer:
         attention, end = layer.attention, layer.output
         block, behind = attention.self, attention.output
         self._check(layer, "Layer")
@@ -122,8 +180,8 @@ class Bert:
         dropout = rate(end.dropout)
         if dropout != rate(behind.dropout):
             raise NotCovered("a layer has two dropout rates")
-        return Layer(
-            self_attn=_Attention(
+        return ReadEncoderLayer(
+            self_attn=ReadAttention(
                 q_proj=Linear.of(block.query), k_proj=Linear.of(block.key),
                 v_proj=Linear.of(block.value), out_proj=Linear.of(behind.dense),
                 num_heads=block.num_attention_heads,

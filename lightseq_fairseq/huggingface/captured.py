@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.huggingface.accelerated import GIVEN, Accelerated, GivenPass
+from lightseq_fairseq.huggingface.accelerated import Accelerated
 from lightseq_fairseq.huggingface.adamw import LightseqAdamW
 from lightseq_fairseq.huggingface.batch import Batch
+from lightseq_fairseq.huggingface.calls import GIVEN, GivenPass
 from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.memory.parameters import FlatBuffer, flatten_parameters

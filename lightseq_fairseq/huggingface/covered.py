@@ -32,7 +32,14 @@ class NotCovered(Exception):
     """Our layers do not compute this call; Hugging Face's own forward does.
 
     The message is the reason, a clause without a full stop, such as "it returns attentions".
+
+    Attributes:
+        is_usual: nobody need be warned.
     """
+
+    def __init__(self, reason: str, is_usual: bool = False) -> None:
+        super().__init__(reason)
+        self.is_usual = is_usual
 
 
 class Reads(NamedTuple):
@@ -121,3 +128,13 @@ def check(module: nn.Module, kind: type) -> None:
         raise NotCovered(f"a {kind.__name__} has hooks")
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise NotCovered(f"a {kind.__name__} has hooks")
+
+
+def unsupported_sizes(activation: str, width: int, heads: int, inner: int) -> dict[str, Any]:
+    """What our layers lack -> whether a configuration has it."""
+    head = width // heads
+    return {
+        f"the activation {activation}": activation not in ACTIVATIONS,
+        f"a head width of {head} (a multiple of 8 up to 128)": head > 128 or head % 8,
+        f"a feed-forward width of {inner} (a multiple of 8)": inner % 8,
+    }

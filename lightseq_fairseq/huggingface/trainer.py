@@ -73,7 +73,7 @@ class _Captured:
             "torch_compile is set": args.torch_compile,
             "NEFTune adds noise to the embedding": args.neftune_noise_alpha is not None,
             "torch_empty_cache_steps is set": args.torch_empty_cache_steps is not None,
-            "the model has several accelerated encoders": len(encoders) > 1,
+            "the model has an encoder and a decoder": len(encoders) > 1,
             "compute_loss is another one": type(self).compute_loss is not theirs.compute_loss,
             "compute_loss_func is given": getattr(self, "compute_loss_func", None) is not None,
             f"the callback {', '.join(callbacks)} looks at gradients": bool(callbacks),
@@ -129,8 +129,9 @@ class _Captured:
         encoder = next(m for m in self.model.modules() if isinstance(m, Accelerated))
         pad = getattr(self.model.config, "pad_token_id", None) or 0
         try:
-            state = encoder._lightseq
-            batch = packed(inputs, pad, rng, state.reads, state.family.most(encoder))
+            state: Any = encoder._lightseq
+            most = state.family.most(encoder)
+            batch = packed(inputs, pad, rng, state.reads, most)
             key = self.current_gradient_accumulation_steps, _rates(self.model)
             loss = step.gradient(batch, first, key, items, function)
         except NotCovered as reason:

@@ -26,7 +26,7 @@ from torch import nn
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.huggingface import accelerated
+from lightseq_fairseq.huggingface import calls
 from lightseq_fairseq.huggingface.copies import copies
 from lightseq_fairseq.memory.parameters import as_one
 
@@ -233,7 +233,7 @@ def test_only_what_is_to_be_moved_or_cast_is_copied(monkeypatch: pytest.MonkeyPa
         counts.append((sum(map(len, blocks)), dtype))
         return copies(blocks, dtype)
 
-    monkeypatch.setattr(accelerated, "copies", watched)
+    monkeypatch.setattr(calls, "copies", watched)
     _, ours, batch = used()
     with torch.autocast("cpu", torch.bfloat16):
         ours(**batch)
@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "odd width": (
         "CamembertModel", {"intermediate_size": 20},
-        "CamembertModel with an intermediate_size of 20 (a multiple of 8)",
+        "CamembertModel with a feed-forward width of 20 (a multiple of 8)",
     ),
     "activation": ("BertModel", {"hidden_act": "mish"}, "BertModel with the activation mish"),
 }  # fmt: skip
@@ -355,8 +355,8 @@ def test_other_models_are_refused() -> None:
     with pytest.raises(UserError) as raised:
         lightseq.accelerate(model)
     assert str(raised.value) == (
-        "T5ForConditionalGeneration is not supported (supported: BERT, RoBERTa, XLM-R and "
-        "CamemBERT): remove lightseq.accelerate."
+        "T5ForConditionalGeneration is not supported (supported: BERT, RoBERTa, XLM-R, CamemBERT, "
+        "BART, mBART, M2M-100, NLLB, Pegasus and Marian): remove lightseq.accelerate."
     )
 
 

@@ -1,0 +1,100 @@
+"""Layers of Hugging Face as ours read them: the tensors of their modules, and how they compute.
+
+Shapes: N = outputs of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightseq_fairseq.huggingface.covered import LayerNorm, Linear
+from lightseq_fairseq.layers.attention import AttentionParts
+from lightseq_fairseq.layers.decoder import DecoderParts
+from lightseq_fairseq.layers.encoder import EncoderParts
+
+
+@dataclass
+class ReadAttention(AttentionParts):
+    """An attention block.
+
+    Attributes:
+        dropout: the rate now, 0 in evaluation.
+    """
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    out_proj: Linear
+    num_heads: int
+    dropout: float
+    training: bool = True
+
+    @property
+    def parts(self) -> list[Linear]:
+        return [self.q_proj, self.k_proj, self.v_proj, self.out_proj]
+
+
+@dataclass
+class ReadEncoderLayer(EncoderParts):
+    """A layer with self-attention; its rates are those of now."""
+
+    self_attn: ReadAttention
+    self_attn_layer_norm: LayerNorm
+    fc1: Linear
+    fc2: Linear
+    final_layer_norm: LayerNorm
+    dropout: float
+    activation: str
+    site: int
+    activation_dropout: float = 0.0
+    normalize_before: bool = False
+    training: bool = True
+
+    @property
+    def parts(self) -> list[Linear | LayerNorm]:
+        return [
+            *self.self_attn.parts, self.self_attn_layer_norm, self.fc1, self.fc2,
+            self.final_layer_norm,
+        ]  # fmt: skip
+
+
+@dataclass
+class ReadDecoderLayer(DecoderParts):
+    """A layer with self-attention and cross attention; its rates are those of now."""
+
+    self_attn: ReadAttention
+    self_attn_layer_norm: LayerNorm
+    encoder_attn: ReadAttention
+    encoder_attn_layer_norm: LayerNorm
+    fc1: Linear
+    fc2: Linear
+    final_layer_norm: LayerNorm
+    dropout: float
+    activation: str
+    site: int
+    activation_dropout: float = 0.0
+    normalize_before: bool = False
+    training: bool = True
+
+    @property
+    def parts(self) -> list[Linear | LayerNorm]:
+        return [
+            *self.self_attn.parts, self.self_attn_layer_norm, *self.encoder_attn.parts,
+            self.encoder_attn_layer_norm, self.fc1, self.fc2, self.final_layer_norm,
+        ]  # fmt: skip
+
+
+def fused(layers: Sequence[ReadEncoderLayer | ReadDecoderLayer]) -> Iterator[list[Tensor]]:
+    """The tensors that one product reads as one: weights, then biases."""
+    products = [layer.self_attn.parts[:3] for layer in layers]
+    memory = [
+        part for layer in layers if isinstance(layer, ReadDecoderLayer)
+        for part in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)
+    ]  # fmt: skip
+    for product in (*products, memory):
+        if product:
+            yield [part.weight for part in product]
+            yield [part.bias for part in product]

@@ -1,0 +1,238 @@
+"""BART, mBART, M2M-100 and NLLB, Pegasus and Marian: their encoders and decoders.
+
+Shapes: B = sentences, L = longest sentence, T = packed tokens, C = model width, P = positions.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightseq_fairseq.huggingface.calls import (
+    GIVEN,
+    check_attention,
+    check_whole,
+    draw_rng,
+    options_of,
+    read_copies,
+    recomputes,
+    segments_of,
+)
+from lightseq_fairseq.huggingface.covered import (
+    ACTIVATIONS,
+    LayerNorm,
+    Linear,
+    NotCovered,
+    Reads,
+    check,
+    tensor,
+    unsupported_sizes,
+)
+from lightseq_fairseq.huggingface.parts import ReadAttention, ReadDecoderLayer, ReadEncoderLayer
+from lightseq_fairseq.layers.decoder import run_decoder
+from lightseq_fairseq.layers.embedding import embed
+from lightseq_fairseq.layers.encoder import run_encoder
+from lightseq_fairseq.layers.sites import SITES_PER_LAYER
+from lightseq_fairseq.memory.packing import Segments
+
+_PRE_NORM = ("MBart", "M2M100", "Pegasus")
+_ANY = Reads(pads=False, first=False)  # nobody reads the rows of pads in an encoder's result
+
+
+class Seq2Seq:
+    """How to read one encoder or decoder.
+
+    Args:
+        model: such as a ``BartEncoder``.
+        prefix: of the names of its classes, such as "Bart".
+    """
+
+    def __init__(self, model: Any, prefix: str) -> None:
+        from transformers.activations import ACT2FN
+
+        self.prefix, self.is_decoder = prefix, type(model).__name__.endswith("Decoder")
+        classes = sys.modules[type(model).__module__]
+        side = "Decoder" if self.is_decoder else "Encoder"
+        self._layer_class = getattr(classes, f"{prefix}{side}Layer")
+        self._attention_class = getattr(classes, f"{prefix}Attention")
+        self._words_class = getattr(classes, f"{prefix}ScaledWordEmbedding", nn.Embedding)
+        kind = "Learned" if prefix in ("Bart", "MBart") else "Sinusoidal"
+        self._places_class = getattr(classes, f"{prefix}{kind}PositionalEmbedding")
+        self._activation = ACTIVATIONS[model.config.activation_function]
+        self._activation_class = type(ACT2FN[model.config.activation_function])
+
+    @staticmethod
+    def unsupported(config: Any) -> dict[str, Any]:
+        """What our layers lack -> whether the configuration has it."""
+        return {
+            what: is_so
+            for side in ("encoder", "decoder")
+            for what, is_so in unsupported_sizes(
+                config.activation_function, config.d_model,
+                getattr(config, f"{side}_attention_heads"), getattr(config, f"{side}_ffn_dim"),
+            ).items()
+        }  # fmt: skip
+
+    def forward(
+        self, model: Any, reads: Reads, input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None, *more: Any, **given: Any,
+    ) -> Any:  # fmt: skip
+        """What the module's forward returns, by our layers; raises NotCovered if they do not
+        compute it."""
+        if more or input_ids is None or GIVEN.get() is not None:
+            raise NotCovered("it is called with other arguments than input_ids")
+        check_whole(model)
+        check_attention(model.config)
+        if not len(model.layers):
+            raise NotCovered("it has no layers")
+        compute = self._decode if self.is_decoder else self._encode
+        return compute(model, reads, input_ids, attention_mask, given)
+
+    def _encode(
+        self, model: Any, reads: Reads, ids: Tensor, mask: Tensor | None, given: dict[str, Any]
+    ) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        options = options_of(model.config, given, ("use_cache",))
+        layers: list[Any] = [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
+        again = recomputes(model.layers)
+        segments = segments_of(mask, (ids.shape[0], ids.shape[1]), ids.device, _ANY)
+        last, x, rng = self._begin(model, layers, segments, ids)
+        states: list[Tensor] | None = [] if options.wants_states else None
+        with torch.autocast(ids.device.type, enabled=False):
+            y = run_encoder(
+                self._kept(model, layers), last, x, segments, rng, checkpoint_activations=again,
+                states=states,
+            )  # fmt: skip
+        wide = model.embed_tokens.weight.dtype
+        result = BaseModelOutput(last_hidden_state=segments.pad(y.to(wide)))
+        if states is not None:
+            inner = [segments.pad(rows.to(wide)) for rows in states[:-1]]
+            result["hidden_states"] = (*inner, result.last_hidden_state)
+        return result if options.returns_dict else result.to_tuple()
+
+    def _decode(
+        self, model: Any, reads: Reads, ids: Tensor, mask: Tensor | None, given: dict[str, Any]
+    ) -> Any:
+        from transformers.modeling_outputs import (
+            BaseModelOutputWithPastAndCrossAttentions as Output,
+        )
+
+        memory, of_memory = (
+            given.pop(name, None) for name in ("encoder_hidden_states", "encoder_attention_mask")
+        )
+        if memory is None:
+            raise NotCovered("it has no encoder")
+        if any(given.get(name) is not None for name in ("cache", "past_key_values")):
+            raise NotCovered("it has a cache, as in generation", is_usual=True)
+        if given.pop("use_cache", None) and not torch.is_grad_enabled():
+            raise NotCovered("it makes a cache, as for generation", is_usual=True)
+        options = options_of(model.config, given, ("cache_position",))
+        if options.wants_states:
+            raise NotCovered("it returns hidden states of the decoder")
+        layers: list[Any] = [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
+        again = recomputes(model.layers)
+        target = segments_of(mask, (ids.shape[0], ids.shape[1]), ids.device, reads)
+        source = segments_of(of_memory, (memory.shape[0], memory.shape[1]), ids.device, _ANY)
+        last, x, rng = self._begin(model, layers, target, ids)
+        kept = self._kept(model, layers)
+        with torch.autocast(ids.device.type, enabled=False):
+            packed = source.pack(memory).to(x.dtype)
+            y = run_decoder(
+                kept, last, x, packed, target, source, rng, checkpoint_activations=again
+            )
+        wide = model.embed_tokens.weight.dtype
+        result = Output(last_hidden_state=target.pad(y.to(wide)))
+        return result if options.returns_dict else result.to_tuple()
+
+    def _begin(
+        self, model: Any, layers: list[Any], segments: Segments, ids: Tensor
+    ) -> tuple[LayerNorm | None, Tensor, Tensor]:
+        """The LayerNorm behind the layers, the embeddings [T, C], and the rng of the call."""
+        norm = getattr(model, "layer_norm", None)
+        last = None if norm is None else LayerNorm.of(norm)
+        embedding = self._embedding(model, segments, ids)
+        read_copies(layers, model.embed_tokens.weight, last)
+        rate = float(model.dropout) if model.training else 0.0
+        rng = draw_rng(layers, rate, ids.device)
+        x = embed(**embedding, p=rate, rng=rng, site=0)
+        return last, x.to(layers[0].fc1.weight.dtype), rng
+
+    def _kept(self, model: Any, layers: list[Any]) -> list[Any]:
+        """The layers that layer drop keeps; it draws what Hugging Face draws."""
+        if not model.training or not model.layerdrop > 0.0:
+            return layers
+        return [layer for layer in layers if not torch.rand([]) < model.layerdrop]
+
+    def groups(self, model: Any) -> list[list[Tensor]]:
+        """Parameters that one product reads as one."""
+        return []
+
+    def _layer(self, layer: Any, place: int) -> ReadEncoderLayer | ReadDecoderLayer:
+        check(layer, self._layer_class)
+        check(layer.activation_fn, self._activation_class)
+
+        def attention(block: Any) -> ReadAttention:
+            check(block, self._attention_class)
+            return ReadAttention(
+                q_proj=Linear.of(block.q_proj), k_proj=Linear.of(block.k_proj),
+                v_proj=Linear.of(block.v_proj), out_proj=Linear.of(block.out_proj),
+                num_heads=block.num_heads,
+                dropout=float(block.dropout) if block.training else 0.0,
+            )  # fmt: skip
+
+        common: dict[str, Any] = {
+            "self_attn": attention(layer.self_attn),
+            "self_attn_layer_norm": LayerNorm.of(layer.self_attn_layer_norm),
+            "fc1": Linear.of(layer.fc1),
+            "fc2": Linear.of(layer.fc2),
+            "final_layer_norm": LayerNorm.of(layer.final_layer_norm),
+            "dropout": float(layer.dropout) if layer.training else 0.0,
+            "activation_dropout": float(layer.activation_dropout) if layer.training else 0.0,
+            "activation": self._activation,
+            "site": place * SITES_PER_LAYER,
+            "normalize_before": self.prefix in _PRE_NORM,
+        }
+        if not self.is_decoder:
+            return ReadEncoderLayer(**common)
+        return ReadDecoderLayer(
+            **common, encoder_attn=attention(layer.encoder_attn),
+            encoder_attn_layer_norm=LayerNorm.of(layer.encoder_attn_layer_norm),
+        )  # fmt: skip
+
+    def _embedding(self, model: Any, segments: Segments, ids: Tensor) -> dict[str, Any]:
+        """Arguments of ``layers.embed`` for the real tokens of ids int64 [B, L]."""
+        words, places = model.embed_tokens, model.embed_positions
+        check(words, self._words_class)
+        check(places, self._places_class)
+        if words.max_norm is not None or words.scale_grad_by_freq or words.sparse:
+            raise NotCovered("an embedding has max_norm, scale_grad_by_freq or sparse")
+        own = getattr(words, "embed_scale", None)
+        length = ids.shape[1]
+        if self.prefix == "M2M100":  # positions of real tokens, as in fairseq
+            first = places.padding_idx + 1
+            if first + length > len(places.weights):
+                places.make_weights(first + length + places.offset, places.embedding_dim,
+                                    places.padding_idx)  # fmt: skip
+            table = places.weights
+            is_real = ids.ne(places.padding_idx).int()
+            rows = (is_real.cumsum(1) * is_real).long() + places.padding_idx
+        else:  # columns
+            first, table = getattr(places, "offset", 0), tensor(places.weight)
+            if first + length > len(table):
+                raise NotCovered("a sentence has more tokens than there are positions")
+            rows = (torch.arange(length, device=ids.device) + first).expand(ids.shape)
+        norm = getattr(model, "layernorm_embedding", None)
+        weight = tensor(words.weight)
+        return {
+            "tokens": segments.pack(ids),
+            "weight": weight,
+            "positions": segments.pack(rows),
+            "position_weight": table.to(weight.dtype),
+            "scale": float(model.embed_scale if own is None else own),
+            "padding_idx": -1 if words.padding_idx is None else words.padding_idx,
+            "norm": None if norm is None else LayerNorm.of(norm),
+        }

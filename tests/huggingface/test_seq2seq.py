@@ -1,0 +1,284 @@
+"""Accelerated sequence-to-sequence models: logits, losses, gradients and words of plain ones."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers.accelerated import Result, assert_ours, assert_same, mask_of, transformers
+from torch import Tensor
+
+import lightseq_fairseq.huggingface as lightseq
+from lightseq_fairseq.base.errors import UserError
+
+WORDS, PAD, EOS = 40, 1, 2
+FAMILIES = ("Bart", "MBart", "M2M100", "Pegasus", "Marian")
+ACTIVATIONS = ("relu", "gelu", "swish", "gelu_new")
+FEW = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "dropout": 0.0, "attention_dropout": 0.0,
+       "activation_dropout": 0.0}  # fmt: skip
+
+
+def build(family: str, **config: Any) -> Any:
+    """A model in training mode, whose trained parameters are all random."""
+    head = "MTModel" if family == "Marian" else "ForConditionalGeneration"
+    cls = getattr(transformers, config.pop("cls", f"{family}{head}"))
+    sizes = {
+        "vocab_size": WORDS, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 32, "max_position_embeddings": 24, "pad_token_id": PAD,
+        "eos_token_id": EOS, "bos_token_id": 0, "decoder_start_token_id": EOS,
+        "forced_eos_token_id": EOS,
+    }  # fmt: skip
+    own = {"decoder_vocab_size": WORDS} if family == "Marian" else {}
+    model = cls(cls.config_class(**{**sizes, **FEW, **own, **config})).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def random_config(source: random.Random) -> dict[str, Any]:
+    head, heads = source.choice((8, 16)), source.randint(1, 3)
+    return {
+        "d_model": head * heads, "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads, "encoder_layers": source.randint(1, 3),
+        "decoder_layers": source.randint(1, 3), "encoder_ffn_dim": 8 * source.randint(1, 4),
+        "decoder_ffn_dim": 8 * source.randint(1, 4), "scale_embedding": source.random() < 0.5,
+        "activation_function": source.choice(ACTIVATIONS),
+        "attn_implementation": source.choice(("sdpa", "eager")),
+    }  # fmt: skip
+
+
+def batch_of(source: random.Random, masks: bool = True) -> dict[str, Tensor]:
+    """Sentence pairs of random lengths; sources may have their pads on the left."""
+    count = source.randint(1, 4)
+    lengths = [source.randint(1, 12) for _ in range(count)]
+    targets = [source.randint(1, 9) for _ in range(count)]
+    mask = mask_of(lengths, source.random() < 0.3)
+    if not masks:
+        mask = torch.ones_like(mask)
+    ids = torch.randint(3, WORDS, mask.shape).masked_fill(mask == 0, PAD)
+    real = mask_of(targets)
+    labels = torch.randint(3, WORDS, real.shape).masked_fill(real == 0, -100)
+    batch = {"input_ids": ids, "labels": labels}
+    return {**batch, "attention_mask": mask} if masks else batch
+
+
+def computed(model: Any, batch: dict[str, Tensor], **options: Any) -> Result:
+    model.zero_grad()
+    found = model(**batch, **options)
+    found.loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return Result(found.loss, {"logits": found.logits}, [], gradients)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_models_and_batches(family: str) -> None:
+    """Logits of all rows of the target, since a decoder without a mask has no pads."""
+    source = random.Random(f"{family}")
+    torch.manual_seed(3)
+    for _ in range(10):
+        plain = build(family, **random_config(source))
+        ours = lightseq.accelerate(copy.deepcopy(plain))
+        for _ in range(5):
+            batch = batch_of(source, masks=source.random() < 0.8)
+            assert_same(computed(ours, batch), computed(plain, batch))
+        assert_ours(ours, 10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_and_evaluation(family: str) -> None:
+    """They make caches, which are Hugging Face's."""
+    torch.manual_seed(4)
+    plain = build(family).eval()
+    ours = lightseq.accelerate(copy.deepcopy(plain))
+    batch = batch_of(random.Random(5))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="lightseq")
+        words = [
+            model.generate(
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
+                num_beams=2, max_length=9,
+            )
+            for model in (plain, ours)
+        ]  # fmt: skip
+    assert torch.equal(*words)
+    with torch.no_grad():
+        losses = [model(**batch).loss for model in (plain, ours)]
+        fast = ours(**batch, use_cache=False).loss
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(fast, losses[0], atol=1e-5, rtol=1e-5)
+    coverage = lightseq.report(ours)
+    # With labels only M2M-100 makes a cache.
+    assert coverage.calls == 1 + (1 if family == "M2M100" else 2) + 2
+    assert all("cache" in reason for reason in coverage.fallbacks)
+
+
+@pytest.mark.parametrize("cls", ["BartForSequenceClassification", "BartForQuestionAnswering"])
+def test_other_heads_of_bart(cls: str) -> None:
+    torch.manual_seed(6)
+    plain = build("Bart", cls=cls)
+    ours = lightseq.accelerate(copy.deepcopy(plain))
+    mask = mask_of((7, 4, 9))
+    ids = torch.randint(3, WORDS, mask.shape)
+    ids[torch.arange(3), torch.tensor([6, 3, 8])] = EOS
+    batch = {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+    if cls.endswith("Answering"):
+        batch |= {
+            "start_positions": torch.tensor([0, 1, 2]),
+            "end_positions": torch.tensor([1, 2, 3]),
+        }
+    else:
+        batch["labels"] = torch.tensor([0, 2, 1])
+    results = []
+    for model in (ours, plain):
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        results.append((loss, {n: p.grad for n, p in model.named_parameters()}))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-5)
+    for name, gradient in results[1][1].items():
+        if gradient is not None:
+            torch.testing.assert_close(results[0][1][name], gradient, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_of_the_target() -> None:
+    torch.manual_seed(7)
+    plain = build("Bart")
+    ours = lightseq.accelerate(copy.deepcopy(plain))
+    batch = batch_of(random.Random(8))
+    batch["decoder_attention_mask"] = batch["labels"].ne(-100).long()
+    mine, theirs = computed(ours, batch), computed(plain, batch)
+    torch.testing.assert_close(mine.loss, theirs.loss, atol=1e-5, rtol=1e-5)
+    for name, gradient in theirs.gradients.items():
+        torch.testing.assert_close(mine.gradients[name], gradient, atol=1e-5, rtol=1e-5)
+    assert_ours(ours)
+
+
+def test_layer_drop_draws_what_hugging_face_draws() -> None:
+    plain = build("M2M100", encoder_layerdrop=0.5, decoder_layerdrop=0.5, encoder_layers=4)
+    ours = lightseq.accelerate(copy.deepcopy(plain))
+    batch = batch_of(random.Random(9))
+    losses = []
+    for seed in range(6):
+        found = []
+        for model in (ours, plain):
+            torch.manual_seed(seed)
+            found.append(computed(model, batch))
+        assert_same(*found)
+        losses.append(round(float(found[0].loss), 5))
+    assert len(set(losses)) > 2
+    assert_ours(ours)
+
+
+def test_dropout_rates_of_now() -> None:
+    torch.manual_seed(10)
+    plain = build("Marian", dropout=0.3, attention_dropout=0.2, activation_dropout=0.1)
+    ours = lightseq.accelerate(copy.deepcopy(plain))
+    batch = batch_of(random.Random(11))
+    seeds = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        seeds.append(float(ours(**batch).loss))
+    assert seeds[0] == seeds[1] != seeds[2]
+    for model in (plain, ours):
+        for module in model.modules():
+            for name in ("dropout", "activation_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+    assert_same(computed(ours, batch), computed(plain, batch))
+    assert_ours(ours)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
+@pytest.mark.parametrize("family", ["Bart", "M2M100"])
+def test_bfloat16_error(family: str, kind: str) -> None:
+    """At most twice Hugging Face's own, against float64."""
+    torch.manual_seed(12)
+    source, errors = random.Random(13), {"ours": 0.0, "plain": 0.0}
+    for _ in range(4):
+        exact = build(family, d_model=32, scale_embedding=True).double()
+        batches = [batch_of(source) for _ in range(3)]
+        expected = [computed(exact, batch) for batch in batches]
+        for name in errors:
+            model = copy.deepcopy(exact).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+            model = lightseq.accelerate(model) if name == "ours" else model
+            for batch, right in zip(batches, expected, strict=True):
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                    logits = model(**batch).logits
+                errors[name] += float((logits.double() - right.outputs["logits"]).square().sum())
+    assert 0 < errors["ours"] < 4 * errors["plain"]  # of squares
+
+
+def test_what_falls_back() -> None:
+    torch.manual_seed(14)
+    plain = build("Bart")
+    batch = batch_of(random.Random(15))
+    for options, reason in (
+        ({"output_attentions": True}, "it returns attentions"),
+        ({"output_hidden_states": True}, "it returns hidden states of the decoder"),
+    ):
+        ours = lightseq.accelerate(copy.deepcopy(plain))
+        with pytest.warns(UserWarning, match=reason):
+            found = computed(ours, batch, **options)
+        assert_same(found, computed(plain, batch))
+        assert list(lightseq.report(ours).fallbacks) == [reason]
+    ours = lightseq.accelerate(copy.deepcopy(plain))
+    words = ours.get_input_embeddings()(batch["input_ids"])
+    with pytest.warns(UserWarning, match="other arguments than input_ids"):
+        given = ours(inputs_embeds=words, attention_mask=batch["attention_mask"],
+                     labels=batch["labels"])  # fmt: skip
+    torch.testing.assert_close(given.loss, computed(plain, batch).loss)
+
+
+def test_refusals_and_restore() -> None:
+    for config, what in (
+        (
+            {"d_model": 272, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
+            "head width",
+        ),
+        ({"decoder_ffn_dim": 20}, "a feed-forward width of 20"),
+        ({"activation_function": "quick_gelu"}, "the activation quick_gelu"),
+    ):
+        with pytest.raises(UserError, match=what):
+            lightseq.accelerate(build("Bart", **config))
+    plain = build("MBart")
+    ours = lightseq.restore(lightseq.accelerate(copy.deepcopy(plain)))
+    assert type(ours.model.decoder) is type(plain.model.decoder)
+
+
+def test_trainer(tmp_path: Any) -> None:
+    """Our Trainer trains them with the step of transformers and our layers."""
+    torch.manual_seed(16)
+    plain = build("M2M100")
+    pairs = [{k: v[0] for k, v in batch_of(random.Random(n), masks=False).items()}
+             for n in range(24)]  # fmt: skip
+
+    def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        pads = {"input_ids": PAD, "labels": -100}
+        whole = {
+            name: torch.nn.utils.rnn.pad_sequence(
+                [item[name] for item in items], batch_first=True, padding_value=pad
+            )
+            for name, pad in pads.items()
+        }
+        return {**whole, "attention_mask": whole["input_ids"].ne(PAD).long()}
+
+    logs = []
+    for cls in (transformers.Seq2SeqTrainer, lightseq.Seq2SeqTrainer):
+        args = transformers.Seq2SeqTrainingArguments(
+            str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2,
+            logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
+            gradient_accumulation_steps=2,
+        )  # fmt: skip
+        trainer = cls(copy.deepcopy(plain), args, train_dataset=pairs, data_collator=collate)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        logs.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+    assert_ours(trainer.model, 48)
