@@ -1,0 +1,114 @@
+"""Our Trainer on a GPU: graphs compute what their functions do, and the host does not wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.accelerated import assert_ours, transformers
+from test_trainer import ACCELERATED, CAPTURED, PLAIN, Trained, trained, trainer_of
+
+from lightseq_fairseq.huggingface.captured import CapturedStep
+
+FEW = {"max_steps": 40, "warmup_steps": 4, "logging_steps": 1, "use_cpu": False}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+
+
+def losses(found: Trained) -> list[float]:
+    return [line["loss"] for line in found.log]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_captured_is_eager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool, count: int
+) -> None:
+    """Bitwise, with dropout of the layers; the head's mask is torch's, so it has none."""
+    settings = {**FEW, "bf16": bf16, "gradient_accumulation_steps": count, "dropout": 0.0}
+    runs, graphs = [], []
+    launch = CapturedStep.gradient
+
+    def counted(self: CapturedStep, *arguments: Any, **options: Any) -> Any:
+        result = launch(self, *arguments, **options)
+        graphs.append(len(self._graphs._graphs))
+        return result
+
+    monkeypatch.setattr(CapturedStep, "gradient", counted)
+    for captures in ("1", "0"):
+        monkeypatch.setenv("LIGHTSEQ_CAPTURE", captures)
+        trainer = trainer_of(tmp_path, CAPTURED, **settings)
+        for layer in trainer.model.bert.encoder.layer:
+            layer.output.dropout.p = layer.attention.output.dropout.p = 0.2
+        runs.append(trained(trainer))
+        assert (max(graphs) > 0) == (captures == "1")
+        graphs.clear()
+        assert_ours(trainer.model)
+    assert losses(runs[0]) == losses(runs[1])
+    for name, weight in runs[0].weights.items():
+        assert torch.equal(weight, runs[1].weights[name]), name
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trains_as_the_others(tmp_path: Path, bf16: bool) -> None:
+    plain, accelerated, captured = (
+        trained(trainer_of(tmp_path / kind, kind, **FEW, bf16=bf16))
+        for kind in (PLAIN, ACCELERATED, CAPTURED)
+    )
+    near = {"rel": 0.05 if bf16 else 2e-3, "abs": 0.05 if bf16 else 2e-3}
+    assert losses(accelerated) == pytest.approx(losses(plain), **near)
+    assert losses(captured) == pytest.approx(losses(plain), **near)
+
+
+def test_evaluation_and_saving_between_steps(tmp_path: Path) -> None:
+    settings = {**FEW, "bf16": True, "eval_strategy": "steps", "eval_steps": 10, "save_steps": 10,
+                "save_strategy": "steps", "load_best_model_at_end": True}  # fmt: skip
+    plain, captured = (
+        trained(trainer_of(tmp_path / kind, kind, **settings)) for kind in (PLAIN, CAPTURED)
+    )
+    assert losses(captured) == pytest.approx(losses(plain), rel=0.05, abs=0.05)
+    whole = trained(trainer_of(tmp_path / "again", CAPTURED, **settings))
+    rest = trained(
+        trainer_of(tmp_path / "again", CAPTURED, **settings), tmp_path / "again/checkpoint-20"
+    )
+    assert losses(rest)[20:] == losses(whole)[20:]
+
+
+def test_the_host_does_not_wait(tmp_path: Path) -> None:
+    """Between two log lines, once all graphs are captured."""
+    seen: list[int] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            torch.cuda.set_sync_debug_mode("error" if 60 < state.global_step < 90 else "default")
+            seen.append(state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+    settings = {**FEW, "bf16": True, "max_steps": 100, "logging_steps": 100}
+    trainer = trainer_of(tmp_path, CAPTURED, **settings)
+    trainer.add_callback(Watch())
+    try:
+        trained(trainer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(seen) == 100
+
+
+@pytest.mark.alone
+def test_memory_is_not_above_hugging_faces(tmp_path: Path) -> None:
+    peaks = []
+    for kind in (PLAIN, CAPTURED):
+        trainer = trainer_of(tmp_path, kind, **FEW, bf16=True, dropout=0.1)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trained(trainer)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del trainer
+    assert peaks[1] < peaks[0] + (64 << 20), peaks  # a small model: workspaces count
