@@ -12,6 +12,8 @@ from lightseq_fairseq.cli.benchmark import runs
 from lightseq_fairseq.cli.benchmark.generate import cases as generation
 from lightseq_fairseq.cli.benchmark.generate import rows as generation_rows
 from lightseq_fairseq.cli.benchmark.generate import test_set
+from lightseq_fairseq.cli.benchmark.huggingface import cases as hugging_face
+from lightseq_fairseq.cli.benchmark.huggingface import rows as hugging_face_rows
 from lightseq_fairseq.cli.benchmark.runs import Bench, Unable
 from lightseq_fairseq.cli.benchmark.train import cases as training
 from lightseq_fairseq.cli.benchmark.train import commands
@@ -26,23 +28,27 @@ def main() -> None:
     """Measure the speed of training, of translation and of encoding on this machine."""
 
 
-def _shared(name: str, rounds: int) -> Callable[[Any], Any]:
-    """Decorator: the options that both benchmarks share; ``name`` is that of the benchmark."""
+def _shared(name: str, rounds: int, vocabulary: bool = True) -> Callable[[Any], Any]:
+    """Decorator: the options that benchmarks share; ``name`` is that of the benchmark.
+
+    vocabulary: the corpus has a dictionary of any size.
+    """
     by_corpus = f"{corpora.VOCABULARY} for translation, {corpora.TEXT_VOCABULARY} for text, "
     by_corpus += f"{corpora.MASKED_VOCABULARY} for RoBERTa and BART, without <mask>, "
     by_corpus += (
         f"{SHAPES['nllb_600m'].vocabulary} for NLLB, {SHAPES['marian_base'].vocabulary} for Marian"
     )
+    size = click.option(
+        "--vocabulary", type=click.IntRange(100, 300_000),
+        help="Size of the dictionary, including fairseq's special words.",
+        show_default=by_corpus,
+    )  # fmt: skip
     options = (
         click.option(
             "--rounds", type=click.IntRange(1), default=rounds, show_default=True,
             help="Number of runs of each system; the systems take turns.",
         ),
-        click.option(
-            "--vocabulary", type=click.IntRange(100, 300_000),
-            help="Size of the dictionary, including fairseq's special words.",
-            show_default=by_corpus,
-        ),
+        *([size] if vocabulary else []),
         click.option(
             "--output", type=click.Path(path_type=Path),
             help="JSON file for the result rows. Rows of the same case and system are replaced, "
@@ -271,6 +277,69 @@ def generate(
         return generation_rows.row(case, system, runs, {**about, **by_tokens})
 
     runs.take_turns(Bench(measure, row, generation_rows.table), able, rounds, logs, output)
+
+
+@main.command()
+@click.option(
+    "--case", "cases", multiple=True, default=["roberta_base/sentences32"], show_default=True,
+    metavar="CASE,...",
+    help="What to run. Fine-tuning: <model>/sentences<batch>, classes of <batch> sentences of 10 "
+    "to 128 tokens in random order; <model>/pairs<batch>, the same with 10 to 70 tokens, as in "
+    "MNLI; <model>/tokens<batch>, a class for each token. Pre-training on masked blocks: "
+    "<model>/mlm<block>x<batch>, as in bert_base/mlm512x64. Add /p0 to train without "
+    "dropout, so that losses can be compared. Features: <model>/b<batch>, as in "
+    f"roberta_base/b256. Models: {', '.join(hugging_face.MODELS)}, the last for a CPU. "
+    "You can repeat the flag.",
+)  # fmt: skip
+@click.option(
+    "--systems", metavar="SYSTEM,...",
+    help="Some of: ours (accelerate and the Trainer of transformers), ours_trainer (with "
+    "lightseq_fairseq.huggingface.Trainer), transformers, transformers_compiled, "
+    "transformers_graphs (compiled with CUDA graphs), and the last three with _grouped "
+    "(sentences of similar length in a batch).  [default: all that this machine can run]",
+)  # fmt: skip
+@click.option(
+    "--updates", type=click.IntRange(1), default=200, show_default=True,
+    help="Updates, or batches of features, that are measured in a run; updates are rounded up to a "
+    f"multiple of {hugging_face.BLOCK}.",
+)  # fmt: skip
+@click.option(
+    "--warm-up", type=click.IntRange(0), default=200, show_default=True,
+    help="Updates before the measured ones.",
+)  # fmt: skip
+@click.option(
+    "--workers", type=click.IntRange(0), default=4, show_default=True,
+    help="Data loading processes of each system.",
+)  # fmt: skip
+@_shared("huggingface", rounds=2, vocabulary=False)
+def huggingface(
+    cases: Sequence[str], systems: str | None, output: Path | None, logs: Path, rounds: int,
+    updates: int, warm_up: int, workers: int,
+) -> None:  # fmt: skip
+    """Train models of Hugging Face, or compute features, with several systems, and compare them.
+
+    \b
+        lightseq-bench huggingface --case roberta_base/sentences32 --systems ours,transformers
+
+    Every run is a process of its own, with random weights, sentences of random tokens, and
+    bfloat16. The table shows tokens per second without pads, sentences per second, milliseconds
+    per update or batch (median, 20th and 80th percentile of blocks), peak memory, the time from
+    train() and from the start of the process to the end of the first update, the time of the whole
+    run, and the losses of the first updates.
+    """
+    able, gpu, about = runs.plan(hugging_face, cases, systems, "roberta_tiny/sentences4", output)
+
+    def measure(case: hugging_face.Case, system: str, stem: Path) -> runs.Row:
+        measured = hugging_face.in_blocks(updates) if case.trains else updates
+        report = stem.with_suffix(".json")
+        words = hugging_face.command(case, system, report, warm_up, measured, workers, gpu)
+        return runs.process(words, hugging_face.environment(), stem)[1]
+
+    def row(case: hugging_face.Case, system: str, runs: list[runs.Row]) -> runs.Row:
+        before = {"warm_up": warm_up} if case.trains else {}
+        return {**hugging_face_rows.row(case, system, runs, about), **before}
+
+    runs.take_turns(Bench(measure, row, hugging_face_rows.table), able, rounds, logs, output)
 
 
 def _usual_count(case: generation.Case) -> int:
