@@ -5,7 +5,7 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +18,14 @@ from lightseq_fairseq.memory.packing import LEAST_GRANULARITY, Segments, bucket_
 from lightseq_fairseq.ops.checks import trust_boundaries
 
 _ALIGNMENT = 16  # bytes, of each part of a block
-_LENGTHS = 32  # sentences are padded to a multiple of this, so that few graphs suffice
+# Sentences are padded to a multiple of this, so that few graphs suffice. Of a target all rows are
+# multiplied by the vocabulary.
+_LENGTHS, _TARGETS = 32, 8
 # What fills up a tensor [B, L].
-_FILLING = {"input_ids": None, "attention_mask": 0, "token_type_ids": 0, "labels": -100}
+_FILLING = {
+    "input_ids": None, "attention_mask": 0, "token_type_ids": 0, "labels": -100,
+    "decoder_input_ids": None,
+}  # fmt: skip
 
 
 class Part(NamedTuple):
@@ -30,6 +35,22 @@ class Part(NamedTuple):
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+class Host(NamedTuple):
+    """What the host must know of a model to pack its batches.
+
+    Attributes:
+        pad: fills up ``input_ids``.
+        reads: what its head reads.
+        most: tokens of a sentence for which it has positions.
+        has_target: it has a decoder, whose input follows from the labels.
+    """
+
+    pad: int
+    reads: Reads
+    most: int
+    has_target: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,31 +65,32 @@ class Batch:
     block: Tensor
     parts: tuple[Part, ...]
 
-    def open(self, block: Tensor) -> tuple[dict[str, Tensor], Segments, Tensor]:
+    def open(self, block: Tensor) -> tuple[dict[str, Tensor], dict[str, Segments], Tensor]:
         """The collator's tensors, the segments and the rng of the pass, as views of ``block``: its
-        own, or a copy of it."""
+        own, or a copy of it. The segments are "source" and, of a decoder, "target"."""
         views = {
             name: block[start : start + _size(dtype, shape)].view(dtype).view(shape)
             for name, start, dtype, shape in self.parts
         }
-        cu_seqlens, index, rng = (views.pop(name) for name in ("/cu_seqlens", "/index", "/rng"))
-        length = views["input_ids"].shape[-1]
-        shape = len(cu_seqlens) - 1, length
-        trust_boundaries(cu_seqlens, len(index), length)
-        segments = Segments(
-            cu_seqlens, length, index % length, index, shape, bucket_len(length), has_more=True
-        )
-        return views, segments, rng
+        segments = {}
+        for side, name in (("source", "input_ids"), ("target", "labels")):
+            if f"/{side}" in views:
+                cu_seqlens, index = views.pop(f"/{side}"), views.pop(f"/{side} rows")
+                length = views[name].shape[-1]
+                trust_boundaries(cu_seqlens, len(index), length)
+                shape = len(cu_seqlens) - 1, length
+                segments[side] = Segments(
+                    cu_seqlens, length, index % length, index, shape, bucket_len(length),
+                    has_more=True,
+                )  # fmt: skip
+        return views, segments, views.pop("/rng")
 
 
-def packed(
-    inputs: Mapping[str, Any], pad: int, rng: tuple[int, int], reads: Reads, most: int
-) -> Batch:
+def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch:
     """The batch.
 
     inputs: the collator's tensors on the CPU; ``input_ids`` and ``attention_mask`` are int64
-        [..., L]. pad: fills up ``input_ids``. rng: see ``layers.draw_rng``. reads: what the model's
-        head reads. most: tokens of a sentence that the model has positions for.
+        [..., L], and ``labels`` of a decoder [B, L]. rng: see ``layers.draw_rng``.
 
     Raises:
         NotCovered: it has no packed form.
@@ -81,46 +103,55 @@ def packed(
         raise NotCovered("there are no input_ids [B, L]")
     if mask is not None and mask.shape != ids.shape:
         raise NotCovered("the attention mask has another shape than input_ids")
-    tensors = dict(inputs) if reads.pads else _filled_up(inputs, ids.shape[-1], pad, most)
+    labels = inputs.get("labels")
+    if host.has_target and (labels is None or labels.dim() != 2 or len(labels) != len(ids)):
+        raise NotCovered("there are no labels [B, L]")
+    tensors = dict(inputs)
+    if not host.reads.pads and mask is not None:
+        of_target = {"labels", "decoder_input_ids"} if host.has_target else set()
+        _fill_up(tensors, set(tensors) - of_target, ids.shape[-1], _LENGTHS, host)
+        if labels is not None and host.has_target:
+            _fill_up(tensors, of_target & set(tensors), labels.shape[-1], _TARGETS, host)
     length = tensors["input_ids"].shape[-1]
-    flat = tensors["input_ids"].reshape(-1, length)
-    if mask is None:
-        is_real = np.zeros(flat.shape, bool)
-        is_real[:, : ids.shape[-1]] = True
-    else:
+    is_real = np.ones((ids.numel() // ids.shape[-1], length), bool)
+    if mask is not None:
         is_real = tensors["attention_mask"].reshape(-1, length).numpy() != 0
-    reads.check(bool(is_real.all()), bool(is_real[:, 0].all()))
+    host.reads.check(bool(is_real.all()), bool(is_real[:, 0].all()))
+    _add(tensors, "source", is_real)
+    if host.has_target:
+        # The rows up to the last one whose label counts; no other row changes the loss.
+        counts = tensors["labels"].numpy() != -100
+        _add(tensors, "target", counts[:, ::-1].cumsum(1)[:, ::-1] > 0)
+    tensors["/rng"] = torch.tensor(rng, dtype=torch.int64)
+    return _joined(tensors)
+
+
+def _add(tensors: dict[str, Tensor], side: str, is_real: np.ndarray) -> None:
+    """Add boundaries and rows of the real tokens, bool [B, L]; at least one row."""
     places = is_real.ravel().nonzero()[0]
     # From 2048 rows on, at most a thirty-second of the rows is unused.
     step = max(LEAST_GRANULARITY, 1 << max(len(places) - 1, 0).bit_length() >> 6)
     index = np.full(-(-max(len(places), 1) // step) * step, is_real.size, np.int64)
     index[: len(places)] = places
-    cu_seqlens = np.zeros(len(flat) + 1, np.int32)
+    cu_seqlens = np.zeros(len(is_real) + 1, np.int32)
     is_real.sum(1, dtype=np.int32).cumsum(out=cu_seqlens[1:])
-    tensors["/cu_seqlens"], tensors["/index"] = (
-        torch.from_numpy(cu_seqlens),
-        torch.from_numpy(index),
-    )
-    tensors["/rng"] = torch.tensor(rng, dtype=torch.int64)
-    return _joined(tensors)
+    tensors[f"/{side}"] = torch.from_numpy(cu_seqlens)
+    tensors[f"/{side} rows"] = torch.from_numpy(index)
 
 
-def _filled_up(
-    inputs: Mapping[str, Tensor], longest: int, pad: int, most: int
-) -> dict[str, Tensor]:
-    """The tensors, with sentences of a length that many batches have, if all can be filled up."""
-    more = min(longest + -longest % _LENGTHS, most) - longest
-    whole = dict(inputs)
-    of_tokens = [name for name, x in inputs.items() if x.dim() > 1 and x.shape[-1] == longest]
-    known = all(name in _FILLING and not inputs[name].is_floating_point() for name in of_tokens)
-    if more <= 0 or "attention_mask" not in inputs or not known:
-        return whole
+def _fill_up(
+    tensors: dict[str, Tensor], names: Iterable[str], longest: int, multiple: int, host: Host
+) -> None:
+    """Fill up sentences to a length that many batches have, if all tensors can be filled up."""
+    more = min(longest + -longest % multiple, host.most) - longest
+    of_tokens = [n for n in names if tensors[n].dim() > 1 and tensors[n].shape[-1] == longest]
+    known = all(n in _FILLING and not tensors[n].is_floating_point() for n in of_tokens)
+    if more <= 0 or not known:
+        return
     for name in of_tokens:
         filling = _FILLING[name]
-        whole[name] = torch.nn.functional.pad(
-            inputs[name], (0, more), value=pad if filling is None else filling
-        )
-    return whole
+        value = host.pad if filling is None else filling
+        tensors[name] = torch.nn.functional.pad(tensors[name], (0, more), value=value)
 
 
 def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -16,12 +16,13 @@ from lightseq_fairseq.huggingface.calls import (
     GIVEN,
     check_attention,
     check_whole,
-    draw_rng,
     given_segments,
     options_of,
     read_copies,
     recomputes,
+    rng_of,
     segments_of,
+    step_segments,
 )
 from lightseq_fairseq.huggingface.covered import (
     ACTIVATIONS,
@@ -97,25 +98,19 @@ class Bert:
         like = input_ids if input_ids is not None else inputs_embeds
         assert like is not None
         shape = like.shape[0], like.shape[1]
-        step = GIVEN.get()
         check_whole(model.encoder)
         layers, again = self.layers(model), recomputes(model.encoder.layer)
-        if step is not None and step.segments is not None:
-            if shape != step.segments.shape:
-                raise NotCovered("the encoder is called with another batch than the model")
-            segments = step.segments
-        elif cu_seqlens is not None:
+        segments = step_segments("source", shape)
+        if segments is None and cu_seqlens is not None:
             segments = given_segments(cu_seqlens, longest, attention_mask, shape)
-        else:
+        elif segments is None:
             segments = segments_of(attention_mask, shape, like.device, reads)
         module = model.embeddings
-        if step is None:
+        if GIVEN.get() is None:
             read_copies(layers, module.word_embeddings.weight)
         # From here on nothing raises NotCovered: Hugging Face's forward would draw other masks.
-        rng = None if step is None else step.rng
-        if rng is None:
-            first = getattr(module.dropout, "p", 0.0) if module.dropout.training else 0.0
-            rng = draw_rng(layers, first, like.device)
+        first = getattr(module.dropout, "p", 0.0) if module.dropout.training else 0.0
+        rng = rng_of(layers, first, like.device)
         x = None
         if input_ids is not None:
             try:

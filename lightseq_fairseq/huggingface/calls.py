@@ -5,7 +5,7 @@ Shapes: B = sentences, L = longest sentence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -25,11 +25,12 @@ class GivenPass(NamedTuple):
     """What a captured step knows of a call before it.
 
     Attributes:
-        segments, rng: of the call; None if the host has not packed the batch. Then the call runs as
-            outside of a step, but the step has the parameters.
+        segments: "source" and, if there is a decoder, "target".
+        segments, rng: None if the host has not packed the batch. Then the call runs as outside of a
+            step, but the step has the parameters.
     """
 
-    segments: Segments | None
+    segments: Mapping[str, Segments] | None
     rng: Tensor | None
 
 
@@ -148,6 +149,16 @@ def segments_of(
     return Segments.from_mask(is_real, total)
 
 
+def step_segments(side: str, shape: tuple[int, int]) -> Segments | None:
+    """What a captured step has packed of a batch [B, L]; None outside of a step."""
+    step = GIVEN.get()
+    if step is None or step.segments is None:
+        return None
+    if shape != step.segments[side].shape:
+        raise NotCovered("a part of the model is called with another batch than the model")
+    return step.segments[side]
+
+
 def given_segments(
     cu_seqlens: Tensor, longest: int | None, mask: Tensor | None, shape: tuple[int, int]
 ) -> Segments:
@@ -158,11 +169,15 @@ def given_segments(
     return Segments(cu_seqlens.int(), int(longest), whole.positions, whole.index, shape)
 
 
-def draw_rng(layers: Layers, first: float, device: torch.device) -> Tensor:
-    """The rng of all masks of a call, drawn on the device as Hugging Face draws masks.
+def rng_of(layers: Layers, first: float, device: torch.device) -> Tensor:
+    """The rng of all masks of a call: the step's, or one that is drawn on the device as Hugging
+    Face draws masks.
 
     first: the rate behind the embedding.
     """
+    step = GIVEN.get()
+    if step is not None and step.rng is not None:
+        return step.rng
     rates = [
         rate for layer in layers
         for rate in (layer.dropout, layer.activation_dropout, layer.self_attn.dropout)

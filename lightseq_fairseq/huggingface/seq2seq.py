@@ -15,11 +15,12 @@ from lightseq_fairseq.huggingface.calls import (
     GIVEN,
     check_attention,
     check_whole,
-    draw_rng,
     options_of,
     read_copies,
     recomputes,
+    rng_of,
     segments_of,
+    step_segments,
 )
 from lightseq_fairseq.huggingface.covered import (
     ACTIVATIONS,
@@ -31,7 +32,12 @@ from lightseq_fairseq.huggingface.covered import (
     tensor,
     unsupported_sizes,
 )
-from lightseq_fairseq.huggingface.parts import ReadAttention, ReadDecoderLayer, ReadEncoderLayer
+from lightseq_fairseq.huggingface.parts import (
+    ReadAttention,
+    ReadDecoderLayer,
+    ReadEncoderLayer,
+    fused,
+)
 from lightseq_fairseq.layers.decoder import run_decoder
 from lightseq_fairseq.layers.embedding import embed
 from lightseq_fairseq.layers.encoder import run_encoder
@@ -39,6 +45,7 @@ from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import Segments
 
 _PRE_NORM = ("MBart", "M2M100", "Pegasus")
+_DECODERS = 1 << 10  # more than the layers of an encoder
 _ANY = Reads(pads=False, first=False)  # nobody reads the rows of pads in an encoder's result
 
 
@@ -82,7 +89,7 @@ class Seq2Seq:
     ) -> Any:  # fmt: skip
         """What the module's forward returns, by our layers; raises NotCovered if they do not
         compute it."""
-        if more or input_ids is None or GIVEN.get() is not None:
+        if more or input_ids is None:
             raise NotCovered("it is called with other arguments than input_ids")
         check_whole(model)
         check_attention(model.config)
@@ -99,7 +106,7 @@ class Seq2Seq:
         options = options_of(model.config, given, ("use_cache",))
         layers: list[Any] = [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
         again = recomputes(model.layers)
-        segments = segments_of(mask, (ids.shape[0], ids.shape[1]), ids.device, _ANY)
+        segments = self._segments("source", mask, ids, _ANY)
         last, x, rng = self._begin(model, layers, segments, ids)
         states: list[Tensor] | None = [] if options.wants_states else None
         with torch.autocast(ids.device.type, enabled=False):
@@ -135,8 +142,8 @@ class Seq2Seq:
             raise NotCovered("it returns hidden states of the decoder")
         layers: list[Any] = [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
         again = recomputes(model.layers)
-        target = segments_of(mask, (ids.shape[0], ids.shape[1]), ids.device, reads)
-        source = segments_of(of_memory, (memory.shape[0], memory.shape[1]), ids.device, _ANY)
+        target = self._segments("target", mask, ids, reads)
+        source = self._segments("source", of_memory, memory, _ANY)
         last, x, rng = self._begin(model, layers, target, ids)
         kept = self._kept(model, layers)
         with torch.autocast(ids.device.type, enabled=False):
@@ -148,6 +155,12 @@ class Seq2Seq:
         result = Output(last_hidden_state=target.pad(y.to(wide)))
         return result if options.returns_dict else result.to_tuple()
 
+    def _segments(self, side: str, mask: Tensor | None, padded: Tensor, reads: Reads) -> Segments:
+        """The real tokens of a padded batch [B, L, ...]."""
+        shape = padded.shape[0], padded.shape[1]
+        found = step_segments(side, shape)
+        return segments_of(mask, shape, padded.device, reads) if found is None else found
+
     def _begin(
         self, model: Any, layers: list[Any], segments: Segments, ids: Tensor
     ) -> tuple[LayerNorm | None, Tensor, Tensor]:
@@ -155,11 +168,19 @@ class Seq2Seq:
         norm = getattr(model, "layer_norm", None)
         last = None if norm is None else LayerNorm.of(norm)
         embedding = self._embedding(model, segments, ids)
-        read_copies(layers, model.embed_tokens.weight, last)
+        if GIVEN.get() is None:
+            read_copies(layers, model.embed_tokens.weight, last)
         rate = float(model.dropout) if model.training else 0.0
-        rng = draw_rng(layers, rate, ids.device)
-        x = embed(**embedding, p=rate, rng=rng, site=0)
+        rng = rng_of(layers, rate, ids.device)
+        x = embed(**embedding, p=rate, rng=rng, site=int(self.is_decoder))
         return last, x.to(layers[0].fc1.weight.dtype), rng
+
+    def most(self, model: Any) -> int:
+        """Tokens of a sentence for which there are positions."""
+        places = model.embed_positions
+        if self.prefix == "M2M100":
+            return len(places.weights) - places.padding_idx - 1
+        return len(places.weight) - getattr(places, "offset", 0)
 
     def _kept(self, model: Any, layers: list[Any]) -> list[Any]:
         """The layers that layer drop keeps; it draws what Hugging Face draws."""
@@ -169,7 +190,7 @@ class Seq2Seq:
 
     def groups(self, model: Any) -> list[list[Tensor]]:
         """Parameters that one product reads as one."""
-        return []
+        return list(fused([self._layer(layer, n) for n, layer in enumerate(model.layers)]))
 
     def _layer(self, layer: Any, place: int) -> ReadEncoderLayer | ReadDecoderLayer:
         check(layer, self._layer_class)
@@ -193,7 +214,8 @@ class Seq2Seq:
             "dropout": float(layer.dropout) if layer.training else 0.0,
             "activation_dropout": float(layer.activation_dropout) if layer.training else 0.0,
             "activation": self._activation,
-            "site": place * SITES_PER_LAYER,
+            # A step has one rng for both.
+            "site": (place + (_DECODERS if self.is_decoder else 0)) * SITES_PER_LAYER,
             "normalize_before": self.prefix in _PRE_NORM,
         }
         if not self.is_decoder:
@@ -222,7 +244,7 @@ class Seq2Seq:
             rows = (is_real.cumsum(1) * is_real).long() + places.padding_idx
         else:  # columns
             first, table = getattr(places, "offset", 0), tensor(places.weight)
-            if first + length > len(table):
+            if length > self.most(model):
                 raise NotCovered("a sentence has more tokens than there are positions")
             rows = (torch.arange(length, device=ids.device) + first).expand(ids.shape)
         norm = getattr(model, "layernorm_embedding", None)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.huggingface.accelerated import Accelerated, accelerate
 from lightseq_fairseq.huggingface.adamw import LightseqAdamW
-from lightseq_fairseq.huggingface.batch import packed
+from lightseq_fairseq.huggingface.batch import Host, packed
 from lightseq_fairseq.huggingface.captured import CapturedStep
-from lightseq_fairseq.huggingface.covered import NotCovered
+from lightseq_fairseq.huggingface.covered import NotCovered, Reads
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,9 @@ class _Captured:
     def _reason(self: Any) -> str | None:
         """Why the captured step does not cover this run, in a clause; None if it does."""
         args, theirs = self.args, transformers.Trainer
-        encoders = [m for m in self.model.modules() if isinstance(m, Accelerated)]
+        parts = _accelerated(self.model)
+        pair = [type(part).__name__[-7:] for part in parts] == ["Encoder", "Decoder"]
+        drops = any(getattr(part, "layerdrop", 0.0) > 0 for part in parts)
         name = str(getattr(args.optim, "value", args.optim))
         events = ("on_pre_optimizer_step", "on_optimizer_step")
         callbacks = [
@@ -73,7 +75,8 @@ class _Captured:
             "torch_compile is set": args.torch_compile,
             "NEFTune adds noise to the embedding": args.neftune_noise_alpha is not None,
             "torch_empty_cache_steps is set": args.torch_empty_cache_steps is not None,
-            "the model has an encoder and a decoder": len(encoders) > 1,
+            "the model has several accelerated parts": len(parts) > 1 and not pair,
+            "layer drop chooses layers on the host (set the model's layerdrop to 0)": drops,
             "compute_loss is another one": type(self).compute_loss is not theirs.compute_loss,
             "compute_loss_func is given": getattr(self, "compute_loss_func", None) is not None,
             f"the callback {', '.join(callbacks)} looks at gradients": bool(callbacks),
@@ -126,18 +129,24 @@ class _Captured:
             loss: Tensor = super(_Captured, self).training_step(model, tensors, items)  # type: ignore[misc]
             return loss
 
-        encoder = next(m for m in self.model.modules() if isinstance(m, Accelerated))
-        pad = getattr(self.model.config, "pad_token_id", None) or 0
         try:
-            state: Any = encoder._lightseq
-            most = state.family.most(encoder)
-            batch = packed(inputs, pad, rng, state.reads, most)
+            batch = packed(inputs, self._host(), rng)
             key = self.current_gradient_accumulation_steps, _rates(self.model)
             loss = step.gradient(batch, first, key, items, function)
         except NotCovered as reason:
             self._note(f"some batches run without a CUDA graph, because {reason}")
             loss = step.gradient(None, first, None, items, function, inputs)
         return self._filtered(loss)
+
+    def _host(self: Any) -> Host:
+        """What the host must know of the model."""
+        parts = _accelerated(self.model)
+        pad = getattr(self.model.config, "pad_token_id", None) or 0
+        most = min(part._lightseq.family.most(part) for part in parts)
+        reads = parts[0]._lightseq.reads
+        if len(parts) > 1:
+            reads = Reads(pads=False, first=False)
+        return Host(pad, reads, most, has_target=len(parts) > 1)
 
     def _captured_step(self: Any) -> CapturedStep | None:
         """Made at the first batch, when all else is in its place."""
@@ -186,9 +195,20 @@ class _Captured:
         return self._step.clip(max_norm)
 
 
+def _accelerated(model: nn.Module) -> list[Any]:
+    """The parts of a model that our layers compute."""
+    return [m for m in model.modules() if isinstance(m, Accelerated)]
+
+
 def _rates(model: nn.Module) -> tuple[float, ...]:
     """The dropout rates, which a graph has as constants."""
-    return tuple(m.p for m in model.modules() if type(m) is nn.Dropout)
+    named = ("dropout", "attention_dropout", "activation_dropout")
+    return tuple(
+        rate
+        for module in model.modules()
+        for rate in ([module.p] if type(module) is nn.Dropout else map(vars(module).get, named))
+        if isinstance(rate, float)
+    )
 
 
 class Trainer(_Captured, transformers.Trainer):

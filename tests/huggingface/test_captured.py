@@ -198,14 +198,15 @@ def test_other_heads(tmp_path: Path) -> None:
 # --- batches
 
 
-READS = Reads(pads=False, first=True)
+HOST = batches.Host(0, Reads(pads=False, first=True), 99)
 
 
 def test_a_batch_is_filled_up_and_packed() -> None:
     ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
     given = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": torch.tensor([1, 0])}
-    batch = batches.packed(given, 0, (3, 4), READS, 99)
-    tensors, segments, rng = batch.open(batch.block)
+    batch = batches.packed(given, HOST, (3, 4))
+    tensors, sides, rng = batch.open(batch.block)
+    segments = sides["source"]
     assert tensors["input_ids"].shape == (2, 32) and tensors["labels"].tolist() == [1, 0]
     assert tensors["attention_mask"].sum() == 4 and rng.tolist() == [3, 4]
     assert segments.cu_seqlens.tolist() == [0, 3, 4] and len(segments.index) == 64
@@ -227,7 +228,7 @@ def test_a_batch_is_filled_up_and_packed() -> None:
 )  # fmt: skip
 def test_batches_without_a_packed_form(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotCovered, match=reason):
-        batches.packed(given, 0, (0, 0), READS, 99)
+        batches.packed(given, HOST, (0, 0))
 
 
 # --- LightseqAdamW

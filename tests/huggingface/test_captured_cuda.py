@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_seq2seq as pairs
 import torch
 from helpers.accelerated import assert_ours, transformers
 from test_trainer import ACCELERATED, CAPTURED, PLAIN, Trained, trained, trainer_of
 
+import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.huggingface.captured import CapturedStep
 
 FEW = {"max_steps": 40, "warmup_steps": 4, "logging_steps": 1, "use_cpu": False}
@@ -63,6 +65,17 @@ def test_trains_as_the_others(tmp_path: Path, bf16: bool) -> None:
     near = {"rel": 0.05 if bf16 else 2e-3, "abs": 0.05 if bf16 else 2e-3}
     assert losses(accelerated) == pytest.approx(losses(plain), **near)
     assert losses(captured) == pytest.approx(losses(plain), **near)
+
+
+@pytest.mark.parametrize("family", pairs.FAMILIES)
+def test_pairs_train_as_with_transformers(tmp_path: Path, family: str) -> None:
+    torch.manual_seed(1)
+    model = pairs.build(family)
+    settings = {"use_cpu": False, "bf16": True, "max_steps": 30}
+    plain, _ = pairs.train(tmp_path, transformers.Seq2SeqTrainer, model, **settings)
+    ours, trainer = pairs.train(tmp_path, lightseq.Seq2SeqTrainer, model, **settings)
+    assert ours == pytest.approx(plain, rel=0.05)
+    assert_ours(trainer.model)
 
 
 def test_evaluation_and_saving_between_steps(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.huggingface import batch as batches
+from lightseq_fairseq.huggingface.covered import Reads
 
 WORDS, PAD, EOS = 40, 1, 2
 FAMILIES = ("Bart", "MBart", "M2M100", "Pegasus", "Marian")
@@ -252,33 +255,72 @@ def test_refusals_and_restore() -> None:
     assert type(ours.model.decoder) is type(plain.model.decoder)
 
 
-def test_trainer(tmp_path: Any) -> None:
-    """Our Trainer trains them with the step of transformers and our layers."""
+def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    pads = {"input_ids": PAD, "labels": -100}
+    whole = {
+        name: torch.nn.utils.rnn.pad_sequence(
+            [item[name] for item in items], batch_first=True, padding_value=pad
+        )
+        for name, pad in pads.items()
+    }
+    return {**whole, "attention_mask": whole["input_ids"].ne(PAD).long()}
+
+
+def train(folder: Path, cls: Any, model: Any, **settings: Any) -> tuple[list[float], Any]:
+    """The losses of twelve updates, and the trainer."""
+    torch.manual_seed(1)
+    pairs = [
+        {k: v[0] for k, v in batch_of(random.Random(n), masks=False).items()} for n in range(24)
+    ]
+    of_all = {
+        "max_steps": 12, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": [],
+        "disable_tqdm": True, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    args = transformers.Seq2SeqTrainingArguments(str(folder), **{**of_all, **settings})
+    trainer = cls(copy.deepcopy(model), args, train_dataset=pairs, data_collator=collate)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line], trainer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str) -> None:
     torch.manual_seed(16)
-    plain = build("M2M100")
-    pairs = [{k: v[0] for k, v in batch_of(random.Random(n), masks=False).items()}
-             for n in range(24)]  # fmt: skip
-
-    def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        pads = {"input_ids": PAD, "labels": -100}
-        whole = {
-            name: torch.nn.utils.rnn.pad_sequence(
-                [item[name] for item in items], batch_first=True, padding_value=pad
-            )
-            for name, pad in pads.items()
-        }
-        return {**whole, "attention_mask": whole["input_ids"].ne(PAD).long()}
-
-    logs = []
-    for cls in (transformers.Seq2SeqTrainer, lightseq.Seq2SeqTrainer):
-        args = transformers.Seq2SeqTrainingArguments(
-            str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2,
-            logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
-            gradient_accumulation_steps=2,
-        )  # fmt: skip
-        trainer = cls(copy.deepcopy(plain), args, train_dataset=pairs, data_collator=collate)
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        logs.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
-    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+    model = build(family)
+    plain, _ = train(tmp_path, transformers.Seq2SeqTrainer, model)
+    ours, trainer = train(tmp_path, lightseq.Seq2SeqTrainer, model)
+    assert ours == pytest.approx(plain, rel=1e-4)
     assert_ours(trainer.model, 48)
+    assert isinstance(trainer.optimizer.optimizer, lightseq.LightseqAdamW)
+    assert not caplog.text
+
+
+def test_our_trainer_in_bfloat16_with_dropout(tmp_path: Path) -> None:
+    torch.manual_seed(17)
+    model = build("Bart", dropout=0.2, attention_dropout=0.1)
+    losses, trainer = train(tmp_path, lightseq.Seq2SeqTrainer, model, bf16=True, max_steps=40)
+    assert losses[-1] < 0.8 * losses[0]
+    assert_ours(trainer.model, 160)
+    again, _ = train(tmp_path, lightseq.Seq2SeqTrainer, model, bf16=True, max_steps=40)
+    assert again == losses
+
+
+def test_layer_drop_is_not_captured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(18)
+    model = build("M2M100", encoder_layerdrop=0.1)
+    _, trainer = train(tmp_path, lightseq.Seq2SeqTrainer, model)
+    assert "not captured, because layer drop chooses layers on the host" in caplog.text
+    assert_ours(trainer.model)
+
+
+def test_rows_of_a_target() -> None:
+    """Up to the last label that counts."""
+    labels = torch.tensor([[5, -100, 7, -100], [-100, -100, -100, -100]])
+    given = {"input_ids": torch.tensor([[4, 5], [6, 7]]), "labels": labels}
+    host = batches.Host(PAD, Reads(pads=False, first=False), 99, has_target=True)
+    batch = batches.packed(given, host, (1, 2))
+    tensors, sides, _ = batch.open(batch.block)
+    assert sides["target"].cu_seqlens.tolist() == [0, 3, 3]
+    assert sides["source"].cu_seqlens.tolist() == [0, 2, 4]
+    assert torch.equal(tensors["labels"], labels)
