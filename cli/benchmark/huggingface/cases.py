@@ -16,6 +16,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.huggingface.models import MODELS
 from lightseq_fairseq.cli.benchmark.train.commands import FOR_TORCH
 
+_RARE = 1e-6  # share of batches below which no shape is prepared for them
 BLOCK = 20  # updates that are timed together
 DROPOUT = 0.1
 
@@ -154,12 +155,21 @@ def why_not(system: str, case: Case) -> str | None:
 
 
 def shapes(case: Case, system: str) -> list[int]:
-    """The lengths to which a system pads sentences, longest first; none if it does not round."""
-    multiple = SYSTEMS[system].multiple
-    if multiple == 1:
+    """The lengths to which a system pads sentences, longest first; none if it does not round.
+
+    In random batches, one sentence of many is always among the longest.
+    """
+    how, shortest = SYSTEMS[system], case.length or case.work.shortest
+    if how.multiple == 1:
         return []
-    least = padded(case.length or case.work.shortest, multiple)
-    return list(range(padded(case.longest, multiple), least - 1, -multiple))
+    least = padded(shortest, how.multiple)
+    lengths = range(padded(case.longest, how.multiple), least - 1, -how.multiple)
+
+    def share(length: int) -> float:
+        """Of random batches with sentences up to this length."""
+        return ((length + 1 - shortest) / (case.longest + 1 - shortest)) ** case.batch
+
+    return [length for length in lengths if how.grouped or share(length) > _RARE]
 
 
 def padded(length: int, multiple: int) -> int:

@@ -55,5 +55,7 @@ def built(name: str, head: str, rate: float) -> Any:
         hidden_dropout_prob=rate, attention_probs_dropout_prob=rate, attn_implementation="sdpa",
         num_labels=LABELS if head == "ForTokenClassification" else 2,
     )  # fmt: skip
+    # Else the first batch decides it, and torch compiles the model a second time.
+    config.problem_type = "single_label_classification"
     options = {"add_pooling_layer": False} if head == "Model" else {}
     return getattr(transformers, f"{model.family}{head}")(config, **options)
