@@ -30,6 +30,7 @@ from .generate_tables import (
     generate_table,
     generate_text,
 )
+from .hugging_face_tables import hugging_face_table
 from .op_tables import OPS_PLOT, attention_table, op_plot, op_table
 from .overview_table import OVERVIEW_PLOT, overview_plot, overview_table
 from .plots import Picture
@@ -159,6 +160,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "generate_by_case": ((GENERATE,), generate_by_case),
     "generate_text": ((GENERATE_TEXT,), generate_text),
     "generate_features": (("scripts/results/generate-features-h200.json",), generate_features),
+    "huggingface": (("scripts/results/huggingface-h200.json",), hugging_face_table),
     "convergence": ((CONVERGENCE,), convergence_table),
     "precisions": (("scripts/results/precisions-h200.json",), precision_table),
     "translation": ((TRANSLATION,), translation_table),

@@ -17,7 +17,8 @@ from lightseq_fairseq.cli.benchmark.huggingface.models import MODELS
 from lightseq_fairseq.cli.benchmark.train.commands import FOR_TORCH
 
 _RARE = 1e-6  # share of batches below which no shape is prepared for them
-BLOCK = 20  # updates that are timed together
+# Updates that are timed together: as many batches as group_by_length sorts together.
+BLOCK = 50
 DROPOUT = 0.1
 
 
