@@ -26,18 +26,21 @@ from lightseq_fairseq.huggingface.bert import Bert
 from lightseq_fairseq.huggingface.calls import GIVEN
 from lightseq_fairseq.huggingface.covered import NotCovered, Reads
 from lightseq_fairseq.huggingface.seq2seq import Seq2Seq
+from lightseq_fairseq.huggingface.vit import Vit
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
 # Class of a module that our layers compute -> how, and the prefix of the names of its parts.
-_FAMILIES: dict[str, tuple[type[Bert] | type[Seq2Seq], str]] = {}
+_FAMILIES: dict[str, tuple[type[Bert] | type[Seq2Seq] | type[Vit], str]] = {
+    "ViTModel": (Vit, "ViT")
+}
 for _prefix in ("Bert", "Roberta", "XLMRoberta", "Camembert"):
     _FAMILIES[f"{_prefix}Model"] = Bert, _prefix
 for _prefix in ("Bart", "MBart", "M2M100", "Pegasus", "Marian"):
     _FAMILIES[f"{_prefix}Encoder"] = _FAMILIES[f"{_prefix}Decoder"] = Seq2Seq, _prefix
-_SUPPORTED = "BERT, RoBERTa, XLM-R, CamemBERT, BART, mBART, M2M-100, NLLB, Pegasus and Marian"
+_SUPPORTED = "BERT, RoBERTa, XLM-R, CamemBERT, BART, mBART, M2M-100, NLLB, Pegasus, Marian and ViT"
 # Heads that read only the rows of real tokens, and heads that also read those of pads. Others read
 # the first row of each sentence.
 _READ_TOKENS = ("ForMaskedLM", "ForTokenClassification")
@@ -67,7 +70,7 @@ class Coverage:
 class _State:
     """What an accelerated encoder keeps besides its modules."""
 
-    family: Bert | Seq2Seq
+    family: Bert | Seq2Seq | Vit
     reads: Reads
     report: Coverage = field(default_factory=Coverage)
 

@@ -18,6 +18,7 @@ from lightseq_fairseq.memory.packing import LEAST_GRANULARITY, Segments, bucket_
 from lightseq_fairseq.ops.checks import trust_boundaries
 
 _ALIGNMENT = 16  # bytes, of each part of a block
+_LARGE = 1 << 20  # bytes; such a tensor is not copied into the block on the host
 # Sentences are padded to a multiple of this, so that few graphs suffice. Of a target all rows are
 # multiplied by the vocabulary.
 _LENGTHS, _TARGETS = 32, 8
@@ -60,10 +61,21 @@ class Batch:
     Attributes:
         block: uint8, on the CPU: the collator's tensors, the rng, and the boundaries of sentences.
         parts: its tensors; batches with the same parts use the same graph.
+        size: of the block on the device, in bytes.
+        large: tensors that follow the block there, such as images, and where they begin.
     """
 
     block: Tensor
     parts: tuple[Part, ...]
+    size: int
+    large: tuple[tuple[int, Tensor], ...]
+
+    def send(self, block: Tensor) -> None:
+        """Copy it to ``block``, uint8 [size] on a device, without waiting."""
+        block[: len(self.block)].copy_(self.block, non_blocking=True)
+        for start, tensor in self.large:
+            view = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            view.copy_(tensor, non_blocking=True)
 
     def open(self, block: Tensor) -> tuple[dict[str, Tensor], dict[str, Segments], Tensor]:
         """The collator's tensors, the segments and the rng of the pass, as views of ``block``: its
@@ -99,6 +111,8 @@ def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch
         if not isinstance(value, Tensor) or value.device.type != "cpu":
             raise NotCovered(f"{name} is not a tensor on the CPU")
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if "pixel_values" in inputs and ids is None:
+        return _joined({**inputs, "/rng": torch.tensor(rng, dtype=torch.int64)})
     if ids is None or ids.dim() < 2 or ids.numel() == 0:
         raise NotCovered("there are no input_ids [B, L]")
     if mask is not None and mask.shape != ids.shape:
@@ -159,12 +173,16 @@ def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _joined(tensors: Mapping[str, Tensor]) -> Batch:
-    parts, end = [], 0
-    for name, tensor in tensors.items():
+    ordered = sorted(tensors.items(), key=lambda item: item[1].nbytes >= _LARGE)
+    parts, large, end, small = [], [], 0, 0
+    for name, tensor in ordered:
         parts.append(Part(name, end, tensor.dtype, tuple(tensor.shape)))
+        if tensor.nbytes >= _LARGE:
+            large.append((end, tensor.contiguous()))
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    block = torch.empty(end, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    for part, tensor in zip(parts, tensors.values(), strict=True):
+        small = small if large else end
+    block = torch.empty(small, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    for part, (_, tensor) in zip(parts[: len(parts) - len(large)], ordered, strict=False):
         view = block[part.start : part.start + tensor.nbytes].view(tensor.dtype).view(part.shape)
         view.copy_(tensor)
-    return Batch(block, tuple(parts))
+    return Batch(block, tuple(parts), end, tuple(large))

@@ -142,7 +142,8 @@ class _Captured:
         """What the host must know of the model."""
         parts = _accelerated(self.model)
         pad = getattr(self.model.config, "pad_token_id", None) or 0
-        most = min(part._lightseq.family.most(part) for part in parts)
+        families = ((part._lightseq.family, part) for part in parts)
+        most = min(f.most(part) if hasattr(f, "most") else 0 for f, part in families)
         reads = parts[0]._lightseq.reads
         if len(parts) > 1:
             reads = Reads(pads=False, first=False)

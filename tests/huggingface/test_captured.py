@@ -201,11 +201,26 @@ def test_other_heads(tmp_path: Path) -> None:
 HOST = batches.Host(0, Reads(pads=False, first=True), 99)
 
 
+def opened(batch: batches.Batch) -> Any:
+    block = torch.zeros(batch.size, dtype=torch.uint8)
+    batch.send(block)
+    return batch.open(block)
+
+
+def test_a_large_tensor_is_not_copied_on_the_host() -> None:
+    images = torch.randn(3, 3, 200, 200)
+    batch = batches.packed({"pixel_values": images, "labels": torch.arange(3)}, HOST, (5, 6))
+    assert len(batch.block) < 100 and batch.size > images.nbytes
+    tensors, sides, rng = opened(batch)
+    assert torch.equal(tensors["pixel_values"], images) and tensors["labels"].tolist() == [0, 1, 2]
+    assert rng.tolist() == [5, 6] and sides == {}
+
+
 def test_a_batch_is_filled_up_and_packed() -> None:
     ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
     given = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": torch.tensor([1, 0])}
     batch = batches.packed(given, HOST, (3, 4))
-    tensors, sides, rng = batch.open(batch.block)
+    tensors, sides, rng = opened(batch)
     segments = sides["source"]
     assert tensors["input_ids"].shape == (2, 32) and tensors["labels"].tolist() == [1, 0]
     assert tensors["attention_mask"].sum() == 4 and rng.tolist() == [3, 4]

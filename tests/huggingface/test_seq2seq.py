@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.accelerated import Result, assert_ours, assert_same, mask_of, transformers
+from test_captured import opened
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
@@ -320,7 +321,7 @@ def test_rows_of_a_target() -> None:
     given = {"input_ids": torch.tensor([[4, 5], [6, 7]]), "labels": labels}
     host = batches.Host(PAD, Reads(pads=False, first=False), 99, has_target=True)
     batch = batches.packed(given, host, (1, 2))
-    tensors, sides, _ = batch.open(batch.block)
+    tensors, sides, _ = opened(batch)
     assert sides["target"].cu_seqlens.tolist() == [0, 3, 3]
     assert sides["source"].cu_seqlens.tolist() == [0, 2, 4]
     assert torch.equal(tensors["labels"], labels)
