@@ -127,6 +127,8 @@ def trainer_of(given: argparse.Namespace, folder: str | Path) -> tuple[Any, _Clo
         use_cpu=given.cpu, torch_compile=how.mode is not None, torch_compile_mode=how.mode,
         train_sampling_strategy="group_by_length" if how.grouped else "random",
         remove_unused_columns=False, dataloader_drop_last=True,
+        # By default the host waits for the GPU at each batch that it sends.
+        accelerator_config={"non_blocking": True},
     )  # fmt: skip
     kind = lightseq.Trainer if how.trainer else transformers.Trainer
     clock = _Clock(given.warm_up)
