@@ -25,6 +25,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.bert import Bert
 from lightseq_fairseq.huggingface.calls import GIVEN
 from lightseq_fairseq.huggingface.covered import NotCovered, Reads
+from lightseq_fairseq.huggingface.gpt2 import Gpt2
 from lightseq_fairseq.huggingface.seq2seq import Seq2Seq
 from lightseq_fairseq.huggingface.vit import Vit
 
@@ -33,17 +34,17 @@ logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 # Class of a module that our layers compute -> how, and the prefix of the names of its parts.
-_FAMILIES: dict[str, tuple[type[Bert] | type[Seq2Seq] | type[Vit], str]] = {
-    "ViTModel": (Vit, "ViT")
-}
+_FAMILIES: dict[str, tuple[Any, str]] = {"ViTModel": (Vit, "ViT"), "GPT2Model": (Gpt2, "GPT2")}
 for _prefix in ("Bert", "Roberta", "XLMRoberta", "Camembert"):
     _FAMILIES[f"{_prefix}Model"] = Bert, _prefix
 for _prefix in ("Bart", "MBart", "M2M100", "Pegasus", "Marian"):
     _FAMILIES[f"{_prefix}Encoder"] = _FAMILIES[f"{_prefix}Decoder"] = Seq2Seq, _prefix
-_SUPPORTED = "BERT, RoBERTa, XLM-R, CamemBERT, BART, mBART, M2M-100, NLLB, Pegasus, Marian and ViT"
+_SUPPORTED = (
+    "BERT, RoBERTa, XLM-R, CamemBERT, BART, mBART, M2M-100, NLLB, Pegasus, Marian, ViT and GPT-2"
+)
 # Heads that read only the rows of real tokens, and heads that also read those of pads. Others read
 # the first row of each sentence.
-_READ_TOKENS = ("ForMaskedLM", "ForTokenClassification")
+_READ_TOKENS = ("ForMaskedLM", "ForTokenClassification", "LMHeadModel")
 _READ_PADS = ("ForQuestionAnswering",)
 
 
@@ -70,7 +71,7 @@ class Coverage:
 class _State:
     """What an accelerated encoder keeps besides its modules."""
 
-    family: Bert | Seq2Seq | Vit
+    family: Bert | Gpt2 | Seq2Seq | Vit
     reads: Reads
     report: Coverage = field(default_factory=Coverage)
 

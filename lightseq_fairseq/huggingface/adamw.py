@@ -26,7 +26,11 @@ class LightseqAdamW(FlatAdam):
     """``torch.optim.AdamW``: the same update, arguments and saved state, one pass over memory.
 
     Args:
-        params, lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        params: parameters or torch's parameter groups.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the square root of the second moment, after bias correction.
+        weight_decay: decay per unit of learning rate, decoupled from the gradient.
 
     Raises:
         UserError: a loaded state is not that of AdamW, or was made with amsgrad.

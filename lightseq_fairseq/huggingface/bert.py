@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightseq_fairseq.huggingface.calls import (
-    GIVEN,
     check_attention,
     check_whole,
     given_segments,
@@ -106,8 +105,7 @@ class Bert:
         elif segments is None:
             segments = segments_of(attention_mask, shape, like.device, reads)
         module = model.embeddings
-        if GIVEN.get() is None:
-            read_copies(layers, module.word_embeddings.weight)
+        read_copies(layers, module.word_embeddings.weight)
         # From here on nothing raises NotCovered: Hugging Face's forward would draw other masks.
         first = getattr(module.dropout, "p", 0.0) if module.dropout.training else 0.0
         rng = rng_of(layers, first, like.device)

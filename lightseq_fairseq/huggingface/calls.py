@@ -109,10 +109,16 @@ def read_copies(layers: Layers, words: Tensor, last: LayerNorm | None = None) ->
             raise NotCovered(f"parameters are on {parameter.device} and {words.device}")
     dtypes = {words.dtype, *(p.dtype for p in parameters)}
     dtype = _dtype(words.device, dtypes)
-    blocks = list(fused(layers))
-    if dtypes != {dtype}:
-        known = {id(p) for block in blocks for p in block}
-        blocks += [[p] for p in parameters if id(p) not in known]
+    in_step = GIVEN.get() is not None  # then neighbours lie side by side already
+    blocks = [
+        block for block in fused(layers) if not (in_step and all(p.is_contiguous() for p in block))
+    ]
+    known = {id(p) for block in blocks for p in block}
+    # A transposed matrix is not contiguous.
+    blocks += [
+        [p] for p in parameters
+        if id(p) not in known and (dtypes != {dtype} or not p.is_contiguous())
+    ]  # fmt: skip
     made = copies(blocks, dtype)
     for part in parts:
         part.weight = made.get(id(part.weight), part.weight)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.huggingface.calls import (
-    GIVEN,
     check_attention,
     check_whole,
     options_of,
@@ -168,8 +167,7 @@ class Seq2Seq:
         norm = getattr(model, "layer_norm", None)
         last = None if norm is None else LayerNorm.of(norm)
         embedding = self._embedding(model, segments, ids)
-        if GIVEN.get() is None:
-            read_copies(layers, model.embed_tokens.weight, last)
+        read_copies(layers, model.embed_tokens.weight, last)
         rate = float(model.dropout) if model.training else 0.0
         rng = rng_of(layers, rate, ids.device)
         x = embed(**embedding, p=rate, rng=rng, site=int(self.is_decoder))

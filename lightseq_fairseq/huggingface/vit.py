@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.huggingface.calls import (
-    GIVEN,
     check_attention,
     check_whole,
     options_of,
@@ -86,8 +85,7 @@ class Vit:
             raise NotCovered("it has no layers")
         like, last = model.embeddings.patch_embeddings.projection.weight, None
         last = LayerNorm.of(model.layernorm)
-        if GIVEN.get() is None:
-            read_copies(layers, like, last)
+        read_copies(layers, like, last)
         padded = model.embeddings(
             pixel_values.to(like.dtype), bool_masked_pos=bool_masked_pos,
             interpolate_pos_encoding=interpolate_pos_encoding,

@@ -356,7 +356,7 @@ def test_other_models_are_refused() -> None:
         lightseq.accelerate(model)
     assert str(raised.value) == (
         "T5ForConditionalGeneration is not supported (supported: BERT, RoBERTa, XLM-R, CamemBERT, "
-        "BART, mBART, M2M-100, NLLB, Pegasus, Marian and ViT): remove lightseq.accelerate."
+        "BART, mBART, M2M-100, NLLB, Pegasus, Marian, ViT and GPT-2): remove lightseq.accelerate."
     )
 
 

@@ -1,0 +1,147 @@
+"""Accelerated GPT-2: logits, losses, gradients and words of a plain one; and our Trainer."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.accelerated import assert_ours, assert_same, mask_of, transformers
+from helpers.accelerated import computed as result_of
+from torch import Tensor
+
+import lightseq_fairseq.huggingface as lightseq
+from lightseq_fairseq.base.errors import UserError
+
+WORDS = 40
+
+
+def build(name: str = "GPT2LMHeadModel", **config: Any) -> Any:
+    cls = getattr(transformers, name)
+    sizes = {
+        "vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24,
+        "n_positions": 20, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "num_labels": 3,
+        "classifier_dropout": 0.0,
+    }  # fmt: skip
+    model = cls(cls.config_class(**{**sizes, **config})).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def batch_of(source: random.Random, name: str, masks: bool = True) -> dict[str, Tensor]:
+    lengths = [source.randint(1, 14) for _ in range(source.randint(1, 4))]
+    mask = mask_of(lengths)
+    if not masks:
+        mask = torch.ones_like(mask)
+    ids = torch.randint(1, WORDS, mask.shape).masked_fill(mask == 0, 0)
+    batch = {"input_ids": ids}
+    if masks:
+        batch["attention_mask"] = mask
+    if name.endswith("SequenceClassification"):
+        return {**batch, "labels": torch.randint(3, (len(ids),))}
+    if name.endswith("TokenClassification"):
+        return {**batch, "labels": torch.randint(3, ids.shape).masked_fill(mask == 0, -100)}
+    return {**batch, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "GPT2ForSequenceClassification", "GPT2ForTokenClassification"]
+)
+def test_random_models_and_batches(name: str) -> None:
+    source = random.Random(name)
+    torch.manual_seed(1)
+    for _ in range(10):
+        heads, head = source.randint(1, 3), source.choice((8, 16))
+        plain = build(
+            name, n_embd=heads * head, n_head=heads, n_layer=source.randint(1, 3),
+            n_inner=source.choice((None, 8, 24)),
+            activation_function=source.choice(("gelu_new", "relu", "gelu")),
+            attn_implementation=source.choice(("sdpa", "eager")),
+        )  # fmt: skip
+        ours = lightseq.accelerate(copy.deepcopy(plain))
+        for _ in range(5):
+            batch = batch_of(source, name, masks=source.random() < 0.8)
+            options = {"output_hidden_states": True, "use_cache": False}
+            found, expected = (result_of(m, batch, **options) for m in (ours, plain))
+            if name.endswith("SequenceClassification"):  # of the last token
+                found, expected = (x._replace(states=[]) for x in (found, expected))
+            assert_same(found, expected)
+        assert_ours(ours, 5)
+
+
+def test_generation() -> None:
+    torch.manual_seed(2)
+    plain = build().eval()
+    ours = lightseq.accelerate(copy.deepcopy(plain))
+    ids = torch.randint(1, WORDS, (2, 4))
+    words = [m.generate(input_ids=ids, max_length=12, do_sample=False) for m in (plain, ours)]
+    assert torch.equal(*words)
+    assert all("cache" in reason for reason in lightseq.report(ours).fallbacks)
+
+
+def test_packed_sentences() -> None:
+    """cu_seq_lens_q is obeyed; position_ids alone are Hugging Face's."""
+    torch.manual_seed(3)
+    plain = build()
+    ours = lightseq.accelerate(copy.deepcopy(plain))
+    lengths = [4, 7, 2]
+    ids = torch.randint(1, WORDS, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    cu_seqlens = torch.tensor([0, 4, 11, 13], dtype=torch.int32)
+    packed = ours(
+        input_ids=ids, position_ids=positions, cu_seq_lens_q=cu_seqlens, max_length_q=7,
+        cu_seq_lens_k=cu_seqlens, max_length_k=7,
+    ).logits  # fmt: skip
+    alone = [plain(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-5, rtol=1e-5)
+    with pytest.warns(UserWarning, match="position_ids may mark several sentences"):
+        found = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
+    expected = plain(input_ids=ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(found, expected)
+
+
+def test_refusals() -> None:
+    for config, what in (
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"add_cross_attention": True}, "add_cross_attention"),
+        ({"n_embd": 272}, "head width"),
+    ):
+        with pytest.raises(UserError, match=what):
+            lightseq.accelerate(build(**config))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture, bf16: bool) -> None:
+    torch.manual_seed(4)
+    plain = build()
+    texts = [{"input_ids": torch.randint(1, WORDS, (n % 9 + 3,))} for n in range(24)]
+
+    def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        ids = torch.nn.utils.rnn.pad_sequence([x["input_ids"] for x in items], batch_first=True)
+        mask = ids.ne(0).long()
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": ids.masked_fill(mask == 0, -100),
+        }
+
+    losses = []
+    for cls in (transformers.Trainer, lightseq.Trainer):
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2,
+            logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
+            gradient_accumulation_steps=2, bf16=bf16,
+        )  # fmt: skip
+        trainer = cls(copy.deepcopy(plain), args, train_dataset=texts, data_collator=collate)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=0.05 if bf16 else 1e-4)
+    assert_ours(trainer.model, 24)
+    assert not caplog.text
