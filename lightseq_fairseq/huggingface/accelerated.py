@@ -42,6 +42,8 @@ for _prefix in ("Bart", "MBart", "M2M100", "Pegasus", "Marian"):
 _SUPPORTED = (
     "BERT, RoBERTa, XLM-R, CamemBERT, BART, mBART, M2M-100, NLLB, Pegasus, Marian, ViT and GPT-2"
 )
+# What else the user of a refused model can do: also if it was passed to our Trainer.
+_INSTEAD = "use the plain model and Trainer of transformers"
 # Heads that read only the rows of real tokens, and heads that also read those of pads. Others read
 # the first row of each sentence.
 _READ_TOKENS = ("ForMaskedLM", "ForTokenClassification", "LMHeadModel")
@@ -145,8 +147,7 @@ def accelerate(model: Model) -> Model:
     found = [m for m in model.modules() if type(m).__name__ in _FAMILIES and _is_theirs(m)]
     if not found:
         raise UserError(
-            f"{type(model).__name__} is not supported (supported: {_SUPPORTED}): remove "
-            "lightseq.accelerate."
+            f"{type(model).__name__} is not supported (supported: {_SUPPORTED}): {_INSTEAD}."
         )
     new = [encoder for encoder in found if not isinstance(encoder, Accelerated)]
     for encoder in new:
@@ -213,4 +214,4 @@ def _check_supported(encoder: Any) -> None:
         **kind.unsupported(encoder.config),
     }.items():
         if is_so:
-            raise UserError(f"{name} with {what} is not supported: remove lightseq.accelerate.")
+            raise UserError(f"{name} with {what} is not supported: {_INSTEAD}.")

@@ -135,6 +135,6 @@ def unsupported_sizes(activation: str, width: int, heads: int, inner: int) -> di
     head = width // heads
     return {
         f"the activation {activation}": activation not in ACTIVATIONS,
-        f"a head width of {head} (a multiple of 8 up to 128)": head > 128 or head % 8,
-        f"a feed-forward width of {inner} (a multiple of 8)": inner % 8,
+        f"a head width of {head}, which must be a multiple of 8 up to 128,": head > 128 or head % 8,
+        f"a feed-forward width of {inner}, which must be a multiple of 8,": inner % 8,
     }

@@ -307,15 +307,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "wide heads": (
         "BertModel", {"hidden_size": 136, "num_attention_heads": 1},
-        "BertModel with a head width of 136 (a multiple of 8 up to 128)",
+        "BertModel with a head width of 136, which must be a multiple of 8 up to 128,",
     ),
     "odd heads": (
         "BertModel", {"hidden_size": 24, "num_attention_heads": 2},
-        "BertModel with a head width of 12 (a multiple of 8 up to 128)",
+        "BertModel with a head width of 12, which must be a multiple of 8 up to 128,",
     ),
     "odd width": (
         "CamembertModel", {"intermediate_size": 20},
-        "CamembertModel with a feed-forward width of 20 (a multiple of 8)",
+        "CamembertModel with a feed-forward width of 20, which must be a multiple of 8,",
     ),
     "activation": ("BertModel", {"hidden_act": "mish"}, "BertModel with the activation mish"),
 }  # fmt: skip
@@ -327,7 +327,9 @@ def test_refusals(which: str) -> None:
     model = nn.ModuleList([build("BertModel"), build(name, **config)])
     with pytest.raises(UserError) as raised:
         lightseq.accelerate(model)
-    assert str(raised.value) == f"{what} is not supported: remove lightseq.accelerate."
+    assert str(raised.value) == (
+        f"{what} is not supported: use the plain model and Trainer of transformers."
+    )
     with pytest.raises(UserError, match="is not accelerated"):  # nor is the other one
         lightseq.report(model)
 
@@ -356,8 +358,16 @@ def test_other_models_are_refused() -> None:
         lightseq.accelerate(model)
     assert str(raised.value) == (
         "T5ForConditionalGeneration is not supported (supported: BERT, RoBERTa, XLM-R, CamemBERT, "
-        "BART, mBART, M2M-100, NLLB, Pegasus, Marian, ViT and GPT-2): remove lightseq.accelerate."
+        "BART, mBART, M2M-100, NLLB, Pegasus, Marian, ViT and GPT-2): use the plain model and "
+        "Trainer of transformers."
     )
+
+
+def test_the_module_lists_its_public_names() -> None:
+    """Also those that are imported at their first use; no inner ones, such as Any."""
+    public = [name for name in dir(lightseq) if not name.startswith("_")]
+    assert public == sorted(lightseq.__all__)
+    assert all(hasattr(lightseq, name) for name in public)
 
 
 def test_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
