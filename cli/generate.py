@@ -50,7 +50,7 @@ def main(
         lightseq-generate data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
             --beam 4 --lenpen 0.6 --remove-bpe --output out --reference newstest2014.de
 
-    With --task language_modeling, each block of the test set is a prompt. With --prefix-size N,
+    With a language model, each block of the test set is a prompt. With --prefix-size N,
     only the first N tokens of each block are the prompt.
 
     The last line is sacrebleu's BLEU of the D- lines, with its signature. The target language

@@ -35,7 +35,7 @@ logger = logging.getLogger("fairseq_cli.interactive")  # the log is that of fair
 def main(words: list[str], native: bool, output_text: Path | None) -> None:
     """Translate lines from the terminal, a pipe or a file (--input).
 
-    With --task language_modeling, each line is a prompt, which the model continues.
+    If the model is a language model, each line is a prompt, which the model continues.
 
     Takes every option of fairseq-interactive, and checkpoints that lightseq-train or fairseq-train
     wrote:

@@ -31,7 +31,7 @@ def options_of(settings: dict[str, Any], has_task: bool) -> dict[str, Any]:
     if has_task:
         return {}
     task = families.tasks().get(str(settings.get("_name") or settings.get("task")))
-    if task is None or not task.of_checkpoint:
+    if task is None or not (task.of_checkpoint or task.prompts):
         return {}
     found = {name: settings.get(name) for name in task.of_checkpoint}
     pairs = found.get("lang_pairs") or []

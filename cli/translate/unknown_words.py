@@ -44,10 +44,10 @@ class UnknownWords:
         if not self.unknown:
             return None
         are, were = ("is", "was") if self.unknown == 1 else ("are", "were")
-        few = "a few rare ones are usual; for more, " * (100 * self.unknown < self.tokens)
         return (
             f"{self.unknown} of the {self.tokens} source tokens {are} not in the dictionary and "
-            f"{were} read as <unk>: {few}prepare the text as the training data were prepared."
+            f"{were} read as <unk>: a few rare ones are usual. If there are many, prepare the text "
+            "as the training data were prepared."
         )
 
 

@@ -5,6 +5,7 @@ It is imported when a checkpoint is loaded.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from fairseq import utils
 from fairseq.models.roberta.hub_interface import RobertaHubInterface
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 
 _MASK = "<mask>"
 _WITHOUT = (
@@ -36,7 +38,10 @@ class RobertaInterface(RobertaHubInterface):
         return f"RobertaModel({type(self.model).__name__}, heads={heads}, device={self.device})"
 
     def encode(self, sentence: str, *addl_sentences: str, no_separator: bool = False) -> Any:
-        """The token ids of a text, or of two texts as one pair."""
+        """The token ids of a text, or of two texts as one pair.
+
+        Words that are not in the dictionary are a warning.
+        """
         for text in (sentence, *addl_sentences):
             if not isinstance(text, str):
                 raise UserError(
@@ -44,7 +49,9 @@ class RobertaInterface(RobertaHubInterface):
                     f"{type(text).__name__}: call it once for each text."
                 )
         self._need_subwords()
-        return super().encode(sentence, *addl_sentences, no_separator=no_separator)
+        ids = super().encode(sentence, *addl_sentences, no_separator=no_separator)
+        self._warn(ids)
+        return ids
 
     def decode(self, tokens: Any) -> Any:
         """The text, or the texts, of token ids."""
@@ -74,6 +81,7 @@ class RobertaInterface(RobertaHubInterface):
         parts = [self.bpe.encode(part.rstrip()) for part in masked_input.split(_MASK)]
         words = f"<s> {f' {_MASK} '.join(parts).strip()} </s>"
         ids = dictionary.encode_line(words, append_eos=False, add_if_not_exist=False).long()
+        self._warn(ids)
         with utils.model_eval(self.model), torch.no_grad():
             logits = self.model(ids[None].to(self.device))[0]
         found = logits[0, (ids == self.task.mask_idx).to(logits.device)][0].softmax(0)
@@ -87,6 +95,13 @@ class RobertaInterface(RobertaHubInterface):
             place = f" {_MASK}" if self.has_marks and f" {_MASK}" in masked_input else _MASK
             results.append((masked_input.replace(place, word), probability.item(), word))
         return results
+
+    def _warn(self, ids: torch.Tensor) -> None:
+        """Warn the caller's caller of words that the dictionary lacks, as `Translator` does."""
+        unknown = UnknownWords()
+        unknown.count(ids, self.task.source_dictionary)
+        if (sentence := unknown.sentence()) is not None:
+            warnings.warn(sentence, stacklevel=3)
 
     def _need_subwords(self) -> None:
         if self.bpe is None:

@@ -123,6 +123,16 @@ def test_subwords_are_fairseqs(data: roberta.Data, pretrained: Path) -> None:
             method("a <mask> b")
 
 
+def test_words_that_are_not_in_the_dictionary_are_a_warning(
+    data: roberta.Data, pretrained: Path
+) -> None:
+    model = load(OurRobertaModel, pretrained, data.text)
+    with pytest.warns(UserWarning, match="1 of the 4 source tokens is not in the dictionary"):
+        assert len(model.encode("abc?")) == 6
+    with pytest.warns(UserWarning, match="a few rare ones are usual"):
+        model.fill_mask("ab? <mask>")
+
+
 def test_a_filled_mask_keeps_the_spaces(
     data: roberta.Data, pretrained: Path, tmp_path: Path
 ) -> None:

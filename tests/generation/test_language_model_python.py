@@ -69,7 +69,7 @@ def command(toy: Toy, place: Path, words: str) -> list[list[str]]:
     """The fields of the H- and P- lines that lightseq-interactive prints."""
     (place / "lines").write_text("".join(f"{line}\n" for line in LINES))
     text = succeed(
-        "interactive", toy.folder, "--task", "language_modeling", "--path", toy.path, "--cpu",
+        "interactive", toy.folder, "--path", toy.path, "--cpu",
         "--input", place / "lines", *f"--max-len-b 20 {words}".split(),
     )  # fmt: skip
     return [line.split("\t") for line in text.splitlines() if line[:2] in ("H-", "P-")]
