@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.memory.parameters import FlatBuffer
+from lightseq_fairseq.memory.parameters import FlatBuffer, give_own_storages
 from lightseq_fairseq.step.flat_adam import FlatAdam
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
@@ -24,6 +24,8 @@ _OF_TORCH = {"foreach": None, "maximize": False, "capturable": False, "different
 
 class LightseqAdamW(FlatAdam):
     """``torch.optim.AdamW``: the same update, arguments and saved state, one pass over memory.
+
+    Parameters are moved side by side; each keeps a storage of its own.
 
     Args:
         params: parameters or torch's parameter groups.
@@ -71,6 +73,11 @@ class LightseqAdamW(FlatAdam):
                 "torch.optim.AdamW."
             )
         super().load_state_dict(state_dict)
+
+    def _lay_out(self) -> None:
+        super()._lay_out()
+        for flat in self._flats:
+            give_own_storages(flat.buffer)
 
     def lay_out(self) -> None:
         """Read anew where the parameters lie, which have been moved; the state stays."""

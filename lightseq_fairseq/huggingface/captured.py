@@ -22,7 +22,7 @@ from lightseq_fairseq.huggingface.batch import Batch
 from lightseq_fairseq.huggingface.calls import GIVEN, GivenPass
 from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.graphs import Graphs
-from lightseq_fairseq.memory.parameters import FlatBuffer, flatten_parameters
+from lightseq_fairseq.memory.parameters import FlatBuffer, flatten_parameters, give_own_storages
 from lightseq_fairseq.memory.passes import Pass
 
 
@@ -32,7 +32,7 @@ class CapturedStep:
     Args:
         model: accelerated.
         optimizer: of all parameters that are trained.
-        dtype: of the copies that the layers read; None: they read the parameters.
+        dtype: of the copies that the layers read; None: they read the parameters' memory.
     """
 
     def __init__(
@@ -51,25 +51,33 @@ class CapturedStep:
         """Place the parameters in one buffer, those of a group of the optimizer side by side."""
         encoders = [m for m in self.model.modules() if isinstance(m, Accelerated)]
         groups = [group for m in encoders for group in m._lightseq.family.groups(m)]
-        flatten_parameters(self.model, groups, first=self._parameters)
-        self._whole = FlatBuffer(sorted(self._parameters, key=lambda p: p.storage_offset()))
+        buffers = flatten_parameters(self.model, groups, first=self._parameters)
+        trained = [buffer for buffer in buffers if buffer.parameters[0].requires_grad]
+        assert len(trained) == 1  # of one dtype and device
+        self._whole = trained[0]
+        self._read: dict[int, Tensor] = {}
+        # What layers and heads read: leaves in one storage, by which neighbours are known.
+        self._copied: list[tuple[Tensor, Tensor]] = []
+        for buffer in buffers:
+            flat = buffer.data
+            if self._dtype is not None:
+                flat = flat.to(self._dtype)
+                self._copied.append((flat, buffer.data))
+            leaves = [view.detach() for view in buffer.views(flat)]
+            if buffer is self._whole:
+                leaves = [leaf.requires_grad_() for leaf in leaves]
+                self._low = FlatBuffer(leaves)
+            self._read |= {id(p): leaf for p, leaf in zip(buffer.parameters, leaves, strict=True)}
         self.optimizer.lay_out()
-        low = self._whole
-        self._copies: dict[int, Tensor] = {}
-        if self._dtype is not None:
-            flat = self._whole.data.to(self._dtype)
-            leaves = [view.requires_grad_() for view in self._whole.views(flat)]
-            low = FlatBuffer(leaves)
-            self._copies = {
-                id(p): leaf for p, leaf in zip(self._whole.parameters, leaves, strict=True)
-            }
-        self._low, self._gradients = low, DirectGradients(low)
+        for buffer in buffers:
+            give_own_storages(buffer)
+        self._gradients = DirectGradients(self._low)
         self._versions = self._version()
         self._knows_unused = False
 
     def _version(self) -> int:
         """Changes if others than the optimizer write a parameter."""
-        return sum(p._version for p in self._parameters)
+        return sum(p._version for p in self.model.parameters())
 
     def gradient(
         self, batch: Batch | None, first: bool, key: Hashable, items: Tensor | None,
@@ -123,9 +131,9 @@ class CapturedStep:
         if not self._whole.intact():
             self._graphs.clear()
             self._lay_out()
-        elif self._copies and self._versions != self._version():
-            with torch.no_grad():
-                self._low.data.copy_(self._whole.data)
+        elif self._versions != self._version():
+            for copy, whole in self._copied:
+                copy.copy_(whole)
             self._versions = self._version()
 
     def _sent(self, batch: Batch) -> Tensor:
@@ -145,7 +153,7 @@ class CapturedStep:
         token = GIVEN.set(given)
         try:
             with (
-                _replaced(self.model, self._copies),
+                _replaced(self.model, self._read),
                 Pass(self._gradients).entered(),
                 self._gradients.write(accumulate=not first),
             ):
@@ -160,15 +168,10 @@ class CapturedStep:
         self.optimizer.leave_out([p for p, leaf in pairs if id(leaf) in unused])
         self._knows_unused = True
 
-    def release(self) -> None:
-        """Give each parameter a storage of its own: some files lack those that share one."""
-        for parameter in self._parameters:
-            parameter.data = parameter.data.clone()
-
     def clip(self, max_norm: float) -> Tensor:
         """The norm of the update's gradient, []; the update clips it, unless ``max_norm`` is 0."""
         self.optimizer.give(
-            self._whole, self._gradients.flat, self._low.data if self._copies else None
+            self._whole, self._gradients.flat, self._low.data if self._dtype else None
         )
         return self.optimizer.clip_given(max_norm)
 

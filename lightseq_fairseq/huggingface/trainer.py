@@ -68,6 +68,9 @@ class _Captured:
             )
         ]
         reasons = {
+            f"transformers {transformers.__version__} is too old for it": not hasattr(
+                theirs, "_clip_grad_norm"
+            ),
             "there are several processes or GPUs": args.world_size > 1 or args.n_gpu > 1,
             "it runs under FSDP or DeepSpeed": self.is_fsdp_enabled or self.is_deepspeed_enabled,
             "fp16 needs a loss scale": args.fp16,
@@ -103,8 +106,6 @@ class _Captured:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.logging_nan_inf_filter = filters
-            if self._step is not None:
-                self._step.release()
             self._step = None
 
     def training_step(

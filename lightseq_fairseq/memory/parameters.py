@@ -246,6 +246,20 @@ def flat_buffers(parameters: Iterable[Tensor]) -> list[FlatBuffer]:
     return buffers
 
 
+def give_own_storages(buffer: FlatBuffer) -> None:
+    """Give each parameter a storage of its own, within the memory of ``buffer.data``.
+
+    Some writers of files take parameters that share a storage for tied ones. Afterwards `as_one`
+    does not see that parameters are neighbours.
+    """
+    whole, start = buffer.data.untyped_storage(), buffer.data.storage_offset()
+    for parameter, offset in zip(buffer.parameters, buffer.offsets, strict=True):
+        first = (start + offset) * parameter.element_size()
+        part = whole[first : first + parameter.numel() * parameter.element_size()]
+        own = parameter.detach().new_empty(0)
+        parameter.data = own.set_(part, 0, parameter.shape, parameter.stride())
+
+
 def _aligned(elements: int, itemsize: int) -> int:
     step = max(ALIGNMENT // itemsize, 1)
     return -(-elements // step) * step
