@@ -75,13 +75,13 @@ def main(
     from lightseq_fairseq.checkpoints import export, to_huggingface, to_peft
     from lightseq_fairseq.checkpoints.trained import read
 
-    trained = read(source)
+    trained, has_tokenizer = read(source), True
     if to == "fairseq":
         if data is not None:
             export.find_dictionaries(trained, data)
         export.to_fairseq(trained, output)
     elif to == "huggingface":
-        to_huggingface.write(trained, output, data, tokenizer)
+        has_tokenizer = to_huggingface.write(trained, output, data, tokenizer)
     elif to == "peft":
         to_peft.write(trained, output)
     else:
@@ -91,6 +91,11 @@ def main(
         else:
             export.to_safetensors(trained, found, output)
     click.echo(f"wrote {output}")
+    if not has_tokenizer:
+        click.echo(
+            "It has no tokenizer: token ids are the rows of the run's dictionary (<s> 0, <pad> 1, "
+            "</s> 2, <unk> 3, then its lines). --tokenizer FOLDER copies one of transformers."
+        )
 
 
 def _require(to: str, package: str) -> None:

@@ -3,8 +3,8 @@ world."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import Family
@@ -86,23 +86,56 @@ def of_settings(family: Family, args: Any, preferred: str | None) -> tuple[Count
             return record, sorted(record.types, key=lambda kind: kind != preferred)[0]
     if not problems:
         raise UserError(f"Hugging Face has no counterpart of {family.name} that is known here.")
+    nearest = min(problems, key=len)
     raise UserError(
-        f"Hugging Face has no model that computes the same ({min(problems, key=len)[0]}): export "
-        "this one with --to safetensors."
+        f"Hugging Face has no model that computes the same "
+        f"({'; '.join(problem.reason for problem in nearest)}): export this one with --to "
+        f"safetensors{_other_training(nearest)}."
     )
 
 
-def _problems(record: Counterpart, args: Any) -> Iterator[str]:
+class _Problem(NamedTuple):
+    """A setting that no model of a kind has, as a clause, and the value that all of them have.
+
+    value: False or None: the setting is off; ``...``: there are several values.
+    """
+
+    reason: str
+    setting: str
+    value: Any
+
+
+def _problems(record: Counterpart, args: Any) -> Iterator[_Problem]:
     kind = next(iter(record.types.values()))
     for name, value in record.settings.items():
         found = getattr(args, name, None)
         if (found or None) != (value or None):
-            yield f"{name} is {found}, but {value} in its {kind}"
-    fields: dict[str, Any] = {}
+            yield _Problem(f"{name} is {found}, but {value} in its {kind}", name, value)
+    fields: dict[str, tuple[str, Any]] = {}
     for setting, name, _, _, write in record.fields:
-        value = write(getattr(args, setting, None))
-        if fields.setdefault(name, value) != value or value is None:
-            yield f"{setting} is {getattr(args, setting, None)}, which its {kind} cannot have"
+        found = getattr(args, setting, None)
+        value = write(found)
+        first, expected = fields.setdefault(name, (setting, value))
+        if value is None:
+            yield _Problem(f"{setting} is {found}, which its {kind} cannot have", setting, ...)
+        elif value != expected:
+            other = getattr(args, first)
+            yield _Problem(f"{setting} is {found}, but {first} is {other}", setting, other)
+
+
+def _other_training(problems: Sequence[_Problem]) -> str:
+    """The flags of lightseq-train for a model that has none of the problems, as a clause."""
+    flags = {"with": "", "without": ""}
+    for _, setting, value in problems:
+        if value is ...:
+            return ""
+        flag = f" --{setting.replace('_', '-')}"
+        if not value:
+            flags["without"] += flag
+        else:
+            flags["with"] += flag if value is True else f"{flag} {value}"
+    clauses = [f"{word}{found}" for word, found in flags.items() if found]
+    return f", or train a model {' and '.join(clauses)}"
 
 
 def config(record: Counterpart, args: Any) -> dict[str, Any]:

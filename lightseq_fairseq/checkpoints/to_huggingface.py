@@ -36,7 +36,7 @@ _FIRST_WORDS = {
 }
 
 
-def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | None) -> None:
+def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | None) -> bool:
     """Write the folder ``output``, which ``AutoModel.from_pretrained`` loads.
 
     Args:
@@ -45,6 +45,9 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
             rows the embedding gets. Rows of words that the dictionary lacks are those of the
             weights in this folder. None: the folder's that the data folder has; without one, rows
             have fairseq's order.
+
+    Returns:
+        Whether there was a tokenizer to copy.
 
     Raises:
         UserError: no model of `transformers` computes the same, the tokenizer has words that the
@@ -106,6 +109,7 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
         except SafetensorError as error:
             raise OSError(str(error)) from error
         shutil.copymode(place / "config.json", place / "model.safetensors")
+    return tokenizer is not None
 
 
 def with_positions(args: Any, model: Any) -> None:

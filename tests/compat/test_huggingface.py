@@ -48,7 +48,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def home(path: Path, made: Made, output: Path) -> Path:
     flags = ("--data", made.data, "--tokenizer", made.theirs)
-    assert succeed("export", path, "--to", "huggingface", "--output", output, *flags)
+    told = succeed("export", path, "--to", "huggingface", "--output", output, *flags)
+    assert told and "no tokenizer" not in told
     return output
 
 
@@ -298,7 +299,8 @@ def test_models_trained_here_from_scratch(name: str, tmp_path: Path) -> None:
     is_text = name.startswith("GPT2")
     data = (binarise_text if is_text else binarise)(tmp_path)
     succeed("train", data, *SCRATCH[name].split(), "--lr", "1e-2", "--save-dir", tmp_path / "run")
-    succeed("export", tmp_path / "run", "--to", "huggingface", "--output", tmp_path / "home")
+    told = succeed("export", tmp_path / "run", "--to", "huggingface", "--output", tmp_path / "home")
+    assert "It has no tokenizer: token ids are the rows of the run's dictionary" in told
     theirs = hugging_face.load(tmp_path / "home")
     assert type(theirs).__name__ == name.split(",")[0]
     best = tmp_path / "run/checkpoint_best.pt"
@@ -311,6 +313,19 @@ def test_models_trained_here_from_scratch(name: str, tmp_path: Path) -> None:
             found = model(tokens, torch.tensor([8, 8]), tokens)[0]
             expected = theirs(tokens, decoder_input_ids=tokens, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_refused_language_model_is_told_all_flags(tmp_path: Path) -> None:
+    """With them, `test_models_trained_here_from_scratch` exports one."""
+    words = f"{' '.join(SMALL_TEXT)} --arch ls_transformer_lm --decoder-input-dim 24 --lr 1e-2"
+    succeed("train", binarise_text(tmp_path), *words.split(), "--save-dir", tmp_path / "run")
+    result = run("export", tmp_path / "run", "--to", "huggingface")
+    assert result.exit_code == 2 and result.output.strip() == (
+        "lightseq-export: error: Hugging Face has no model that computes the same "
+        "(decoder_normalize_before is False, but True in its GPT2; decoder_input_dim is 24, but "
+        "decoder_embed_dim is 16): export this one with --to safetensors, or train a model with "
+        "--decoder-normalize-before --decoder-input-dim 16."
+    )
 
 
 @pytest.mark.parametrize(("flags", "sentence"), refusals(__file__, "test_huggingface export"))
