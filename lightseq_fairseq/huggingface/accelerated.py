@@ -78,7 +78,7 @@ class _State:
     report: Coverage = field(default_factory=Coverage)
 
     def __deepcopy__(self, memo: Any) -> _State:
-        return _State(self.family, self.reads)
+        return _State(copy.deepcopy(self.family), self.reads)
 
 
 class Accelerated:

@@ -12,10 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightseq_fairseq.generation.module_graphs import ModuleGraphs
+from lightseq_fairseq.huggingface.batch import Host, packed
 from lightseq_fairseq.huggingface.calls import (
+    GIVEN,
+    Options,
     check_attention,
     check_whole,
     given_segments,
+    has_dropout,
     options_of,
     read_copies,
     recomputes,
@@ -38,6 +43,7 @@ from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer
 from lightseq_fairseq.layers.embedding import embed
 from lightseq_fairseq.layers.encoder import run_encoder
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
+from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.memory.packing import Segments
 
 
@@ -52,7 +58,7 @@ class Bert:
     def __init__(self, model: Any, prefix: str) -> None:
         from transformers.activations import ACT2FN
 
-        self.prefix = prefix
+        self.prefix, self._graphs = prefix, ModuleGraphs("passes of the encoder")
         self._classes: dict[str, type[nn.Module]] = {}
         for place in ("Embeddings", "Layer", "Attention", "SelfAttention", "SelfOutput",
                       "Intermediate", "Output", "Encoder"):  # fmt: skip
@@ -83,10 +89,6 @@ class Bert:
     ) -> Any:  # fmt: skip
         """What the encoder's forward returns, by our layers; raises NotCovered if they do not
         compute it."""
-        from transformers.modeling_outputs import (
-            BaseModelOutputWithPoolingAndCrossAttentions as Output,
-        )
-
         if more or (input_ids is None) == (inputs_embeds is None):
             raise NotCovered("it is called with other arguments")
         if model.config.is_decoder:
@@ -98,16 +100,25 @@ class Bert:
         assert like is not None
         shape = like.shape[0], like.shape[1]
         check_whole(model.encoder)
+        module = model.embeddings
         layers, again = self.layers(model), recomputes(model.encoder.layer)
+        first = getattr(module.dropout, "p", 0.0) if module.dropout.training else 0.0
+        if (
+            like.is_cuda and like is input_ids and cu_seqlens is None and not options.wants_states
+            and not torch.is_grad_enabled() and GIVEN.get() is None and not again
+            and not has_dropout(layers, first) and not torch.cuda.is_current_stream_capturing()
+            and self._has_own_tables(module)
+        ):  # fmt: skip
+            inputs = {"input_ids": input_ids, "attention_mask": attention_mask,
+                      "token_type_ids": token_type_ids, "position_ids": position_ids}  # fmt: skip
+            return self._result(model, options, self.from_graph(model, reads, inputs), [])
         segments = step_segments("source", shape)
         if segments is None and cu_seqlens is not None:
             segments = given_segments(cu_seqlens, longest, attention_mask, shape)
         elif segments is None:
             segments = segments_of(attention_mask, shape, like.device, reads)
-        module = model.embeddings
         read_copies(layers, module.word_embeddings.weight)
         # From here on nothing raises NotCovered: Hugging Face's forward would draw other masks.
-        first = getattr(module.dropout, "p", 0.0) if module.dropout.training else 0.0
         rng = rng_of(layers, first, like.device)
         x = None
         if input_ids is not None:
@@ -128,13 +139,71 @@ class Bert:
                 layers, None, x, segments, rng, checkpoint_activations=again, states=states
             )
         wide = module.word_embeddings.weight.dtype
-        result = Output(last_hidden_state=segments.pad(y.to(wide)))
+        inner = [segments.pad(rows.to(wide)) for rows in (states or ())[:-1]]
+        return self._result(model, options, segments.pad(y.to(wide)), inner)
+
+    def _result(self, model: Any, options: Options, features: Tensor, inner: list[Tensor]) -> Any:
+        from transformers.modeling_outputs import (
+            BaseModelOutputWithPoolingAndCrossAttentions as Output,
+        )
+
+        result = Output(last_hidden_state=features)
         if model.pooler is not None:
-            result["pooler_output"] = model.pooler(result.last_hidden_state)
-        if states is not None:
-            inner = [segments.pad(rows.to(wide)) for rows in states[:-1]]
-            result["hidden_states"] = (*inner, result.last_hidden_state)
+            result["pooler_output"] = model.pooler(features)
+        if options.wants_states:
+            result["hidden_states"] = (*inner, features)
         return result if options.returns_dict else result.to_tuple()
+
+    def from_graph(self, model: Any, reads: Reads, inputs: dict[str, Tensor | None]) -> Tensor:
+        """Features [B, L, C] of a padded batch in evaluation, by a CUDA graph if there is a GPU.
+
+        The host waits once, for the batch, which it packs. Raises NotCovered as `forward`.
+        """
+        ids, words = inputs["input_ids"], model.embeddings.word_embeddings.weight
+        assert ids is not None
+        given = {name: x.cpu() for name, x in inputs.items() if x is not None}
+        pad = model.config.pad_token_id or 0
+        batch = packed(given, Host(pad, reads, self.most(model)), (0, 0))
+
+        def launch(graphs: Graphs, block: Tensor) -> Tensor:
+            def encode() -> Tensor:
+                tensors, sides, rng = batch.open(block)
+                segments, layers = sides["source"], self.layers(model)
+                read_copies(layers, words)
+                x = self.embedded(
+                    model, segments, rng, tensors["input_ids"], tensors.get("token_type_ids"),
+                    tensors.get("position_ids"),
+                ).to(layers[0].fc1.weight.dtype)  # fmt: skip
+                with torch.autocast(ids.device.type, enabled=False):
+                    y = run_encoder(layers, None, x, segments, rng)
+                return segments.pad(y.to(words.dtype))
+
+            kind = ids.device.type
+            autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            features = graphs.launch((batch.parts, autocast), encode)
+            return features[:, : ids.shape[1]].clone()
+
+        return self._graphs.run(model, ids.device, batch.size, batch.send, launch)
+
+    def _has_own_tables(self, module: Any) -> bool:
+        """Whether nothing has changed what the embeddings compute."""
+        try:
+            self._tables(module)
+        except NotCovered:
+            return False
+        return True
+
+    def _tables(self, module: Any) -> list[Any]:
+        """The embeddings of words, positions and types."""
+        self._check(module, "Embeddings")
+        tables = [module.word_embeddings, module.position_embeddings, module.token_type_embeddings]
+        for table in tables:
+            check(table, nn.Embedding)
+            if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
+                raise NotCovered("an embedding has max_norm, scale_grad_by_freq or sparse")
+        rate(module.dropout)
+        LayerNorm.of(module.LayerNorm)
+        return tables
 
     def groups(self, model: Any) -> list[list[Tensor]]:
         """Parameters that one product reads as one."""
@@ -197,12 +266,7 @@ class Bert:
             for Hugging Face's own.
         """
         module = model.embeddings
-        self._check(module, "Embeddings")
-        tables = module.word_embeddings, module.position_embeddings, module.token_type_embeddings
-        for table in tables:
-            check(table, nn.Embedding)
-            if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
-                raise NotCovered("an embedding has max_norm, scale_grad_by_freq or sparse")
+        tables = self._tables(module)
         words, places, kinds = (tensor(table.weight) for table in tables)
         if positions is not None:
             are_rows = (positions >= 0) & (positions < len(places))

@@ -175,6 +175,15 @@ def given_segments(
     return Segments(cu_seqlens.int(), int(longest), whole.positions, whole.index, shape)
 
 
+def has_dropout(layers: Layers, first: float) -> bool:
+    """Whether a call drops anything; first: the rate behind the embedding."""
+    rates = [
+        rate for layer in layers
+        for rate in (layer.dropout, layer.activation_dropout, layer.self_attn.dropout)
+    ]  # fmt: skip
+    return any((first, *rates))
+
+
 def rng_of(layers: Layers, first: float, device: torch.device) -> Tensor:
     """The rng of all masks of a call: the step's, or one that is drawn on the device as Hugging
     Face draws masks.
@@ -184,11 +193,7 @@ def rng_of(layers: Layers, first: float, device: torch.device) -> Tensor:
     step = GIVEN.get()
     if step is not None and step.rng is not None:
         return step.rng
-    rates = [
-        rate for layer in layers
-        for rate in (layer.dropout, layer.activation_dropout, layer.self_attn.dropout)
-    ]  # fmt: skip
-    if not any((first, *rates)):
+    if not has_dropout(layers, first):
         return torch.zeros(2, dtype=torch.int64, device=device)
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 

@@ -108,3 +108,24 @@ def test_one_wait_for_the_gpu() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert waits == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_features_come_from_graphs(mode: str) -> None:
+    torch.manual_seed(5)
+    model = lightseq.accelerate(build("BertModel", **SIZES).eval().cuda())
+    model = model.bfloat16() if mode == "bfloat16" else model
+    source, seen = random.Random(6), []
+    for _ in range(12):
+        lengths = [source.randint(1, 70) for _ in range(6)]
+        batch = on_gpu(batch_of(model, mask_of(lengths)))
+        with torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast"):
+            expected = model(**batch, output_hidden_states=True).last_hidden_state  # eager
+            with torch.no_grad():
+                found = model(**batch).last_hidden_state
+        error = 1e-4 if mode == "float32" else 0.1
+        torch.testing.assert_close(found, expected, atol=error, rtol=error)
+        seen.append(found.clone())
+        assert torch.equal(found, seen[-1])
+    assert model._lightseq.family._graphs._graphs._graphs  # some are captured
+    assert_ours(model, 24)
