@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.checks import binarised, messages
+from lightseq_fairseq.cli.checks import binarised
 
 
 def batch_by_size(
@@ -24,14 +24,18 @@ def batch_by_size(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """If a sentence exceeds --max-tokens, raises UserError with its length."""
+    """If a sentence exceeds --max-tokens, raises ValueError with its length.
+
+    `failures.data` has the sentence for the user.
+    """
     try:
         return original(indices, num_tokens_fn, num_tokens_vec, max_tokens, *args, **kwargs)
     except AssertionError as error:
         if "should not exceed max_tokens" not in str(error):
             raise
         lengths = map(num_tokens_fn, indices) if num_tokens_vec is None else num_tokens_vec
-        raise UserError(messages.over_max_tokens(int(max(lengths)), max_tokens)) from error
+        longest = max(lengths)
+        raise ValueError(f"Too long for a batch: {longest} tokens, not {max_tokens}") from error
 
 
 def some_to_batch(
@@ -41,14 +45,16 @@ def some_to_batch(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Raises UserError if there is no sentence: fairseq would train on nothing or divide by zero.
+    """Raises ValueError if there is no sentence: fairseq would train on nothing or divide by zero.
+
+    `failures.data` has the sentence for the user.
 
     Not used in ``lightseq-interactive``, which reads a few lines at a time.
     """
     if len(indices) == 0:
         dataset = getattr(num_tokens_fn, "__self__", ())
         shortest = min(map(num_tokens_fn, range(len(dataset))), default=0)
-        raise UserError(messages.nothing_to_batch(len(dataset), int(shortest)))
+        raise ValueError(f"No batch: {len(dataset)} sentences, the shortest of {shortest} tokens")
     return original(indices, num_tokens_fn, *args, **kwargs)
 
 

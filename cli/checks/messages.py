@@ -13,25 +13,6 @@ from lightseq_fairseq.cli.checks.failures import checkpoints, data, machine, set
 from lightseq_fairseq.cli.checks.failures.cause import Cause
 
 
-def nothing_to_batch(sentences: int, shortest: int) -> str:
-    """The message for a split of ``sentences`` sentences, none of which fits in a batch."""
-    if sentences == 0:
-        return "The split contains no sentences: binarise it again with lightseq-preprocess."
-    return (
-        f"Every sentence of the split is too long, and the shortest has {shortest} tokens: raise "
-        f"--max-tokens, and --max-source-positions and --max-target-positions if they are lower."
-    )
-
-
-def over_max_tokens(longest: int, max_tokens: int | None) -> str:
-    """The message for a sentence of ``longest`` tokens, more than ``max_tokens`` of a batch."""
-    return (
-        f"The longest sentence has {longest} tokens, but --max-tokens (in validation "
-        f"--max-tokens-valid) is {max_tokens}: raise it to {longest} or more, or remove such "
-        f"sentences from the data."
-    )
-
-
 def explain(error: BaseException, request: Request) -> str | None:
     """The message for ``error``, or None if it is not a known failure."""
     failure = Cause.of(error)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.checks import messages
+from lightseq_fairseq.cli.checks.failures.data import over_max_tokens
 from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 from lightseq_fairseq.generation.texts import Hypothesis, Translation
 
@@ -201,7 +201,7 @@ class Search:
         except AssertionError as error:
             if "should not exceed max_tokens" not in str(error):
                 raise
-            raise UserError(messages.over_max_tokens(max(lengths), self._max_tokens)) from error
+            raise UserError(over_max_tokens(max(lengths), self._max_tokens)) from error
         found = {number: each for batch in batches for number, each in self._batch(batch, encoded)}
         return [
             found[number] if number in found else Translation(self._source(tokens[number]), ())

@@ -11,11 +11,16 @@ from pathlib import Path
 
 import helpers.cli_runs as cli_runs
 import pytest
+from click.testing import Result
 from helpers.golden import matches, refusals
 
 from lightseq_fairseq.cli.words import defaults, registries
 from lightseq_fairseq.cli.words.argv import without_prefixes
 
+ENCODER = (
+    "--encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 24 "
+    "--encoder-attention-heads 2"
+)
 SIZES = [word for word in cli_runs.SMALL_TEXT if word not in ("--max-tokens", "128")]
 
 
@@ -31,6 +36,31 @@ def test_the_arch_alone_trains_by_the_recipe_of_language_models(
     criterion = "cross_entropy" if native else "ls_cross_entropy"
     assert first[first.index("--criterion") + 1] == criterion
     assert (tmp_path / "checkpoint_last.pt").exists()
+
+
+def test_blocks_that_are_longer_than_a_batch(text: Path, tmp_path: Path) -> None:
+    """The advice is about their length: neither text nor model is wrong."""
+
+    def train(words: str) -> Result:
+        return cli_runs.run("train", text, "--save-dir", tmp_path, *words.split())
+
+    def refused(words: str, block: int, most: int, instead: str) -> None:
+        result = train(words)
+        assert result.exit_code == 2 and result.stderr.splitlines()[-1] == (
+            f"lightseq-train: error: The text is read in blocks of --tokens-per-sample {block} "
+            f"tokens, but a batch has at most --max-tokens {most}: set --tokens-per-sample "
+            f"{instead}, or raise --max-tokens to {block} or more."
+        )
+
+    ours = f"{' '.join(SIZES)} --arch ls_transformer_lm --max-target-positions 1024"
+    refused(f"{ours} --tokens-per-sample 32 --max-tokens 16", 32, 16, "16 or less")
+    masked = f"--task masked_lm --arch ls_roberta_base {ENCODER} --num-workers 0 --cpu"
+    refused(f"{masked} --tokens-per-sample 32 --max-tokens 16", 32, 16, "16 or less")
+    assert train(f"{ours} --tokens-per-sample 16 --max-tokens 16").exit_code == 0
+    instead = f"16, as in {tmp_path}/checkpoint_last.pt"
+    refused(f"{ours} --tokens-per-sample 1024 --max-tokens 16", 1024, 16, instead)
+    result = train(f"{ours} --tokens-per-sample 32 --max-tokens 16")  # a short last block fits
+    assert "use its data, --tokens-per-sample 16 (not 32), --max-tokens, " in result.stderr
 
 
 @pytest.mark.parametrize(

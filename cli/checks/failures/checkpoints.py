@@ -93,6 +93,23 @@ def _positions(name: str, saved: str, request: Request) -> str | None:
     return f"{flag} {sizes.number_of_positions(int(saved.partition(',')[0]))}"
 
 
+def _fewer_batches(found: re.Match[str], request: Request) -> str:
+    """fairseq's error about a position in the epoch that the data do not have."""
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+    of_blocks, block = "", getattr(request.args, "tokens_per_sample", None)
+    if block is not None:
+        path = checkpoints.initial(request.args)[1]
+        trained = settings_of(checkpoints.saved(path), "task").get("tokens_per_sample")
+        if trained not in (None, block):
+            of_blocks = f"--tokens-per-sample {trained} (not {block}), "
+    return (
+        f"This run cannot resume from {checkpoint(request)}, because an epoch has fewer batches "
+        f"now than the checkpoint has already trained on: use its data, {of_blocks}--max-tokens, "
+        "--batch-size and --pack-tokens, or begin again at the first epoch with --reset-dataloader."
+    )
+
+
 def _joined_dictionary(found: re.Match[str], request: Request) -> str:
     """fairseq's error about --share-all-embeddings, which may come from the checkpoint."""
     if getattr(request.args, "path", None) is None:
@@ -164,12 +181,7 @@ RULES: tuple[Rule, ...] = (
         kind="KeyError",
         source="lr_scheduler",
     ),
-    Known(
-        "Cannot resume training due to dataloader mismatch",
-        "This run cannot resume from {checkpoint}, because an epoch has fewer batches now than the "
-        "checkpoint has already trained on: use its data, --max-tokens, --batch-size and "
-        "--pack-tokens, or begin again at the first epoch with --reset-dataloader.",
-    ),
+    Known("Cannot resume training due to dataloader mismatch", _fewer_batches),
     Known(".*'valid_losses'", _no_update, kind="UnboundLocalError"),
     Known(
         r"(Criterion|Optimizer) does not match; please reset the optimizer "

@@ -5,8 +5,58 @@ from __future__ import annotations
 import re
 
 from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.checks.checkpoints import initial, saved
 from lightseq_fairseq.cli.checks.failures.known import Known, Rule
 from lightseq_fairseq.cli.words.command_lines import ended
+
+
+def over_max_tokens(longest: int, max_tokens: int | None) -> str:
+    """The message for a sentence of ``longest`` tokens, more than ``max_tokens`` of a batch."""
+    return (
+        f"The longest sentence has {longest} tokens, but --max-tokens (in validation "
+        f"--max-tokens-valid) is {max_tokens}: raise it to {longest} or more, or remove such "
+        f"sentences from the data."
+    )
+
+
+def _over_max_tokens(found: re.Match[str], request: Request) -> str:
+    longest, most = map(int, found.groups())
+    return _blocks(longest, request) or over_max_tokens(longest, most)
+
+
+def _nothing_to_batch(found: re.Match[str], request: Request) -> str:
+    sentences, shortest = map(int, found.groups())
+    if sentences == 0:
+        return "The split contains no sentences: binarise it again with lightseq-preprocess."
+    return _blocks(shortest, request) or (
+        f"Every sentence of the split is too long, and the shortest has {shortest} tokens: raise "
+        "--max-tokens, and --max-source-positions and --max-target-positions if they are lower."
+    )
+
+
+def _blocks(size: int, request: Request) -> str | None:
+    """The sentence for a block of running text with ``size`` tokens, more than --max-tokens.
+
+    None: the data are no blocks, the command takes their length from a checkpoint, or --max-tokens
+    is not why the block is too long.
+    """
+    args = request.args
+    block, most = getattr(args, "tokens_per_sample", None), getattr(args, "max_tokens", None)
+    is_sentence = getattr(args, "sample_break_mode", None) == "eos"
+    if not block or is_sentence or request.command == "validate" or not most or size <= most:
+        return None
+    instead = f"{most} or less"
+    if request.command == "train" and (path := initial(args)[1]) is not None:
+        from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+        trained = settings_of(saved(path), "task").get("tokens_per_sample")
+        if trained and trained <= most:
+            instead = f"{trained}, as in {path}"
+    return (
+        f"The text is read in blocks of --tokens-per-sample {block} tokens, but a batch has at "
+        f"most --max-tokens {most}: set --tokens-per-sample {instead}, or raise --max-tokens to "
+        f"{max(block, size)} or more."
+    )
 
 
 def _too_long(found: re.Match[str], request: Request) -> str:
@@ -21,7 +71,7 @@ def _too_long(found: re.Match[str], request: Request) -> str:
     index = found[1]
     size, limit = (re.sub(r"np\.\w+\((\d+)\)", r"\1", text) for text in found.group(2, 3))
     sides = " (source, target)" if "," in size else ""
-    return (
+    return (size.isdigit() and _blocks(int(size), request)) or (
         f"Sentence {index} (counted from 0) has {size} tokens{sides}, but the model takes at most "
         f"{limit}: shorten it, or skip such sentences with --skip-invalid-size-inputs-valid-test."
     )
@@ -40,6 +90,8 @@ def _unnamed_sets(found: re.Match[str], request: Request) -> str:
 _NOT_UTF8 = "The text is not UTF-8 ({}): convert it to UTF-8, for example with iconv."
 
 RULES: tuple[Rule, ...] = (
+    Known(r"Too long for a batch: (\d+) tokens, not (\d+)", _over_max_tokens),
+    Known(r"No batch: (\d+) sentences, the shortest of (\d+) tokens", _nothing_to_batch),
     Known(
         r"Size of sample #(\d+) is invalid \(=(.+?)\) since max_positions=(.+?), skip this example",
         _too_long,
