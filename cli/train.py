@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from lightseq_fairseq.base.families import PREFIX
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.start import ranks
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
@@ -107,6 +108,14 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool, **own: An
     completed: list[Completed] = []
 
     def announce(request: Request) -> None:
+        ours = f"{PREFIX}{request.args.arch}"
+        is_forgotten = not native and is_native() and registries.trains(ours, request.args.task)
+        if is_forgotten and _is_first_rank(words):
+            click.echo(
+                "lightseq-train: note: this run is fairseq's own, because no name begins with "
+                f"ls_: for this package's layers, set --arch {ours}.",
+                err=True,
+            )
         for command in completed:
             command.fit(request)
             if _is_first_rank(command.argv):

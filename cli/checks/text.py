@@ -189,7 +189,7 @@ def _blocks(command: str, args: argparse.Namespace, lengths: list[Any]) -> None:
         return
     if command != "train":  # the model's positions are in the checkpoint
         return
-    positions = args.max_target_positions or block
+    positions = getattr(args, "max_target_positions", None) or block  # some archs lack it
     is_sentence = args.sample_break_mode == "eos"
     if block > positions and not is_sentence:
         raise UserError(

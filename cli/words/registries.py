@@ -58,6 +58,16 @@ def is_fused(arch: str | None) -> bool:
     return family_of(arch) is not None
 
 
+def trains(arch: str, task: str) -> bool:
+    """Whether the architecture is one of ours, for the data of the task."""
+    from fairseq.tasks import TASK_REGISTRY
+
+    from lightseq_fairseq.plugins.conditions import family_of
+
+    family = family_of(arch)
+    return family is not None and family.has_task(TASK_REGISTRY[task])
+
+
 def asks_for_adaptive_softmax(argv: Sequence[str]) -> bool:
     """Whether the flags or the arch of the command give the model adaptive softmax."""
     from lightseq_fairseq.plugins.unsupported import settings_of

@@ -9,19 +9,44 @@ from collections.abc import Callable
 from typing import Any
 
 from fairseq import models, utils
+from fairseq.tasks import TASK_REGISTRY
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.families import PREFIX, Family
 
 
-def check_arch(name: str) -> None:
-    """Raises UserError, naming the closest matches, unless fairseq knows the architecture."""
+def check_arch(name: str, task: str | None = None) -> None:
+    """Raises UserError, naming the closest matches, unless fairseq knows the architecture.
+
+    task: of the command, whose data the matches train on; None: unknown.
+    """
     known = {*models.ARCH_MODEL_REGISTRY, *models.MODEL_DATACLASS_REGISTRY}
     if name in known:
         return
-    close = difflib.get_close_matches(name, sorted(known), n=3)
-    ours = ", ".join(sorted(arch for arch in known if arch.startswith("ls_transformer")))
-    hint = f"did you mean {' or '.join(close)}?" if close else f"use {ours}, or one of fairseq's."
+    close = difflib.get_close_matches(name, sorted(known), n=12)
+    if close and _family_of(close[0]) is not None:  # else it may be like others of fairseq
+        close = [arch for arch in close if _fits(arch, task)] or close
+    ours = [arch for arch in sorted(known) if arch.startswith("ls_transformer")]
+    ours = [arch for arch in ours if _fits(arch, task)] or ours
+    hint = f"use {', '.join(ours)}, or one of fairseq's."
+    if close:
+        hint = f"did you mean {' or '.join(close[:3])}?"
     raise UserError(f"There is no arch named {name}: {hint}")
+
+
+def _family_of(arch: str) -> Family | None:
+    """The family of an arch of ours, or of the one that an arch of fairseq corresponds to."""
+    names = arch, f"{PREFIX}{arch}"
+    found = (getattr(models.ARCH_MODEL_REGISTRY.get(name), "family", None) for name in names)
+    return next((family for family in found if isinstance(family, Family)), None)
+
+
+def _fits(arch: str, task: str | None) -> bool:
+    """Whether an arch of a known family trains on the data of the task."""
+    family = _family_of(arch)
+    if task is None or task not in TASK_REGISTRY:
+        return True
+    return family is not None and family.has_task(TASK_REGISTRY[task])
 
 
 def parse_args_and_arch(
@@ -40,7 +65,7 @@ def parse_args_and_arch(
         # before argparse would answer an unknown name with a list of all 300 known ones.
         arch = _arch(parser, given)
         if arch is not None:
-            check_arch(arch)
+            check_arch(arch, _value(given, "--task") or "translation")
         _mend_values(parser)
         if modify_parser is not None:
             modify_parser(parser)
@@ -62,9 +87,14 @@ def parse_args_and_arch(
 def _arch(parser: argparse.ArgumentParser, given: list[str]) -> str | None:
     if not any(action.dest == "arch" for action in parser._actions):
         return None
-    arch_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    arch_parser.add_argument("--arch", "-a")
-    return arch_parser.parse_known_args(given)[0].arch
+    return _value(given, "--arch", "-a")
+
+
+def _value(given: list[str], *flags: str) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*flags, dest="value")
+    found: str | None = parser.parse_known_args(given)[0].value
+    return found
 
 
 def _mend_values(parser: argparse.ArgumentParser) -> None:

@@ -68,6 +68,22 @@ def told(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
 # --- A pipe -------------------------------------------------------------------------------------
 
 
+def test_a_forgotten_prefix_is_told(data: Path, tmp_path: Path) -> None:
+    """At the beginning; not with --native, nor if fairseq's arch has no counterpart."""
+    words = [data, *cli_runs.SMALL, "--optimizer", "adam", "--save-dir", tmp_path]
+
+    def notes(arch: str, *more: str) -> list[str]:
+        result = cli_runs.run("train", *words, "--arch", arch, *more)
+        assert result.exit_code == 0, (result.output, result.exception)
+        return [line for line in result.stderr.splitlines() if "ls_" in line]
+
+    assert notes("transformer_tiny") == [
+        "lightseq-train: note: this run is fairseq's own, because no name begins with ls_: for "
+        "this package's layers, set --arch ls_transformer_tiny."
+    ]
+    assert not notes("transformer_tiny", "--native") and not notes("transformer_align")
+
+
 @pytest.mark.parametrize("own", [[], ["--native"]], ids=["ls", "native"])
 def test_standard_error_stays_empty(data: Path, tmp_path: Path, own: list[str]) -> None:
     """For every command, with data loading workers, with which torch warns about pinned memory."""

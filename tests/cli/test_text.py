@@ -38,6 +38,16 @@ def test_the_arch_alone_trains_by_the_recipe_of_language_models(
     assert (tmp_path / "checkpoint_last.pt").exists()
 
 
+def test_an_arch_of_fairseq_that_is_no_language_model(text: Path, tmp_path: Path) -> None:
+    words = "--arch transformer_tiny --optimizer adam --max-tokens 99 --max-update 1 --cpu"
+    given = ["--task", "language_modeling", "--save-dir", tmp_path, *words.split()]
+    result = cli_runs.run("train", text, *given)
+    assert result.exit_code == 2 and result.stderr == (
+        "lightseq-train: error: --arch transformer_tiny is no language model, as --task "
+        "language_modeling needs: use an arch such as ls_transformer_lm, or another task.\n"
+    )
+
+
 def test_blocks_that_are_longer_than_a_batch(text: Path, tmp_path: Path) -> None:
     """The advice is about their length: neither text nor model is wrong."""
 

@@ -7,7 +7,7 @@ import re
 
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.checks.failures.cause import Cause
-from lightseq_fairseq.cli.checks.failures.known import Known, Rule
+from lightseq_fairseq.cli.checks.failures.known import Known, Rule, checkpoint
 from lightseq_fairseq.cli.words.argv import flag_of, value
 from lightseq_fairseq.cli.words.command_lines import ended
 
@@ -90,6 +90,20 @@ def _unconfigured(found: re.Match[str], request: Request) -> str:
     )
 
 
+def _no_language_model(found: re.Match[str], request: Request) -> str:
+    if request.command == "train":
+        arch, task = request.args.arch, request.args.task
+        return (
+            f"--arch {arch} is no language model, as --task {task} needs: use an arch such as "
+            "ls_transformer_lm, or another task."
+        )
+    return (
+        f"--task language_modeling cannot use {checkpoint(request)}, which contains no language "
+        "model: choose another checkpoint, or use lightseq-generate with the --task of its "
+        "training."
+    )
+
+
 RULES: tuple[Rule, ...] = (
     # An error of our search and of fairseq's.
     Known(
@@ -99,11 +113,7 @@ RULES: tuple[Rule, ...] = (
         "of positions.",
     ),
     # --task language_modeling with a model that is no language model.
-    Known(
-        r"'\w+' object has no attribute 'supported_targets'",
-        "--task language_modeling cannot use {checkpoint}, which contains no language model: "
-        "choose another checkpoint, or use lightseq-generate with the --task of its training.",
-    ),
+    Known(r"'\w+' object has no attribute 'supported_targets'", _no_language_model),
     # fairseq's search has reached the maximum length, and no hypothesis has ended.
     Known(
         r"(\d+) < \1$",
