@@ -68,9 +68,16 @@ def dictionary(args: argparse.Namespace) -> Any:
     what = f"sentence pairs ({', '.join(pairs)})" if pairs else "no dict.txt"
     if os.path.isfile(os.path.join(folder, "input0", "dict.txt")):
         what = "sentences with labels (input0)"
+    reader, otherwise = f"--task {args.task}", ""
+    if getattr(args, "path", None):
+        model = args.path.partition(os.pathsep)[0]
+        trained = settings_of(saved(model), "task")
+        if args.task in (trained.get("_name"), trained.get("task")):
+            reader = f"{model} is a model of {reader}, which"
+            otherwise = "choose another checkpoint, or "
     raise UserError(
-        f"{folder} contains {what}, but --task {args.task} reads running text: "
-        "binarise a text with lightseq-preprocess --only-source."
+        f"{folder} contains {what}, but {reader} reads running text: {otherwise}binarise a text "
+        "with lightseq-preprocess --only-source."
     )
 
 

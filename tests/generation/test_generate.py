@@ -276,9 +276,13 @@ def test_a_language_model_is_refused(place: Path, tmp_path: Path) -> None:
     history = [{"optimizer_name": "adam", "lr_scheduler_state": {}}]
     torch.save({**state, "optimizer_history": history, "extra_state": {}}, tmp_path / "lm.pt")
     for command in ("generate", "interactive"):
-        result = run(command, place / "data", "--path", tmp_path / "lm.pt", "--cpu")
+        words = [place / "data", "--path", tmp_path / "lm.pt", "--cpu"]
+        result = run(command, *words)
         assert result.exit_code == 2
         last = result.stderr.splitlines()[-1]
+        assert "data contains sentence pairs (dict.de.txt, dict.en.txt), but" in last
+        assert "lm.pt is a model of --task language_modeling, which reads running text" in last
+        last = run(command, *words, "--task", "translation").stderr.splitlines()[-1]
         assert "--task translation cannot use" in last and "lm.pt" in last
         assert "no translation model but LSTransformerLanguageModel: " in last
 
