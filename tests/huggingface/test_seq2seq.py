@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.accelerated import Result, assert_ours, assert_same, mask_of, transformers
-from test_captured import opened
+from test_our_trainer import opened
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq

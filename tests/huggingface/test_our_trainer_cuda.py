@@ -9,7 +9,7 @@ import pytest
 import test_seq2seq as pairs
 import torch
 from helpers.accelerated import assert_ours, transformers
-from test_trainer import ACCELERATED, CAPTURED, PLAIN, Trained, trained, trainer_of
+from test_trainers import ACCELERATED, CAPTURED, PLAIN, Trained, trained, trainer_of
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.huggingface.captured import CapturedStep

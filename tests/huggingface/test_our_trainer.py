@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from helpers.accelerated import assert_ours, build, transformers
 from safetensors.torch import load_file
-from test_trainer import CAPTURED, PLAIN, Trained, collated, trained, trainer_of
+from test_trainers import CAPTURED, PLAIN, Trained, collated, trained, trainer_of
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.huggingface import batch as batches
