@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -28,8 +27,6 @@ from lightseq_fairseq.huggingface.covered import NotCovered, Reads
 from lightseq_fairseq.huggingface.gpt2 import Gpt2
 from lightseq_fairseq.huggingface.seq2seq import Seq2Seq
 from lightseq_fairseq.huggingface.vit import Vit
-
-logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 

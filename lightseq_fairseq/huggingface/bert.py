@@ -35,6 +35,7 @@ from lightseq_fairseq.huggingface.covered import (
     NotCovered,
     Reads,
     check,
+    check_table,
     rate,
     tensor,
     unsupported_sizes,
@@ -198,9 +199,7 @@ class Bert:
         self._check(module, "Embeddings")
         tables = [module.word_embeddings, module.position_embeddings, module.token_type_embeddings]
         for table in tables:
-            check(table, nn.Embedding)
-            if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
-                raise NotCovered("an embedding has max_norm, scale_grad_by_freq or sparse")
+            check_table(table)
         rate(module.dropout)
         LayerNorm.of(module.LayerNorm)
         return tables

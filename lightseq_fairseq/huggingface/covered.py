@@ -114,6 +114,13 @@ def rate(module: Any) -> float:
     return float(module.p) if module.training else 0.0
 
 
+def check_table(table: Any, kind: type = nn.Embedding) -> None:
+    """Raise NotCovered if an embedding may compute something else than look-ups."""
+    check(table, kind)
+    if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
+        raise NotCovered("an embedding has max_norm, scale_grad_by_freq or sparse")
+
+
 def check(module: nn.Module, kind: type) -> None:
     """Raise NotCovered if ``module`` may compute something else than its class ``kind``."""
     if type(module) is not kind:

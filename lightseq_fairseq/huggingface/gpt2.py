@@ -29,6 +29,7 @@ from lightseq_fairseq.huggingface.covered import (
     NotCovered,
     Reads,
     check,
+    check_table,
     rate,
     tensor,
     unsupported_sizes,
@@ -134,9 +135,7 @@ class Gpt2:
     ) -> dict[str, Any]:
         """Arguments of ``layers.embed`` for the real tokens of ids int64 [B, L]."""
         for table in (model.wte, model.wpe):
-            check(table, nn.Embedding)
-            if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
-                raise NotCovered("an embedding has max_norm, scale_grad_by_freq or sparse")
+            check_table(table)
         if positions is None:
             if ids.shape[1] > self.most(model):
                 raise NotCovered("a sentence has more tokens than there are positions")

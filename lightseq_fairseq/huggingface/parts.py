@@ -13,7 +13,7 @@ from torch import Tensor
 from lightseq_fairseq.huggingface.covered import LayerNorm, Linear
 from lightseq_fairseq.layers.attention import AttentionParts
 from lightseq_fairseq.layers.decoder import DecoderParts
-from lightseq_fairseq.layers.encoder import EncoderParts
+from lightseq_fairseq.layers.encoder import EncoderParts, LayerParts
 
 
 @dataclass
@@ -37,9 +37,9 @@ class ReadAttention(AttentionParts):
         return [self.q_proj, self.k_proj, self.v_proj, self.out_proj]
 
 
-@dataclass
-class ReadEncoderLayer(EncoderParts):
-    """A layer with self-attention; its rates are those of now."""
+@dataclass(kw_only=True)
+class _ReadLayer(LayerParts):
+    """What both kinds of layers have; its rates are those of now."""
 
     self_attn: ReadAttention
     self_attn_layer_norm: LayerNorm
@@ -61,30 +61,21 @@ class ReadEncoderLayer(EncoderParts):
         ]  # fmt: skip
 
 
-@dataclass
-class ReadDecoderLayer(DecoderParts):
-    """A layer with self-attention and cross attention; its rates are those of now."""
+@dataclass(kw_only=True)
+class ReadEncoderLayer(_ReadLayer, EncoderParts):
+    """A layer with self-attention."""
 
-    self_attn: ReadAttention
-    self_attn_layer_norm: LayerNorm
+
+@dataclass(kw_only=True)
+class ReadDecoderLayer(_ReadLayer, DecoderParts):
+    """A layer with self-attention and cross attention."""
+
     encoder_attn: ReadAttention
     encoder_attn_layer_norm: LayerNorm
-    fc1: Linear
-    fc2: Linear
-    final_layer_norm: LayerNorm
-    dropout: float
-    activation: str
-    site: int
-    activation_dropout: float = 0.0
-    normalize_before: bool = False
-    training: bool = True
 
     @property
     def parts(self) -> list[Linear | LayerNorm]:
-        return [
-            *self.self_attn.parts, self.self_attn_layer_norm, *self.encoder_attn.parts,
-            self.encoder_attn_layer_norm, self.fc1, self.fc2, self.final_layer_norm,
-        ]  # fmt: skip
+        return [*super().parts, *self.encoder_attn.parts, self.encoder_attn_layer_norm]
 
 
 def fused(layers: Sequence[ReadEncoderLayer | ReadDecoderLayer]) -> Iterator[list[Tensor]]:

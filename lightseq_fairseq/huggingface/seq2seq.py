@@ -28,6 +28,7 @@ from lightseq_fairseq.huggingface.covered import (
     NotCovered,
     Reads,
     check,
+    check_table,
     tensor,
     unsupported_sizes,
 )
@@ -226,10 +227,8 @@ class Seq2Seq:
     def _embedding(self, model: Any, segments: Segments, ids: Tensor) -> dict[str, Any]:
         """Arguments of ``layers.embed`` for the real tokens of ids int64 [B, L]."""
         words, places = model.embed_tokens, model.embed_positions
-        check(words, self._words_class)
+        check_table(words, self._words_class)
         check(places, self._places_class)
-        if words.max_norm is not None or words.scale_grad_by_freq or words.sparse:
-            raise NotCovered("an embedding has max_norm, scale_grad_by_freq or sparse")
         own = getattr(words, "embed_scale", None)
         length = ids.shape[1]
         if self.prefix == "M2M100":  # positions of real tokens, as in fairseq

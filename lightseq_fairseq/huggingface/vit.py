@@ -83,7 +83,7 @@ class Vit:
         layers, again = self.layers(model), recomputes(_stack(model))
         if not layers:
             raise NotCovered("it has no layers")
-        like, last = model.embeddings.patch_embeddings.projection.weight, None
+        like = model.embeddings.patch_embeddings.projection.weight
         last = LayerNorm.of(model.layernorm)
         read_copies(layers, like, last)
         padded = model.embeddings(
@@ -118,7 +118,7 @@ class Vit:
             read = [block.q_proj, block.k_proj, block.v_proj, block.o_proj, inner.fc1, inner.fc2]
             drops = rate(layer.dropout), rate(layer.dropout)
             attention_rate = block.attention_dropout
-        else:  # before transformers 5.13 or so
+        else:  # as in transformers 5.0
             behind, end = block.output, layer.output
             block, activation = block.attention, layer.intermediate.intermediate_act_fn
             for module, name in (
