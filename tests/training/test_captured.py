@@ -50,7 +50,7 @@ class OfHeads(LabelSmoothedCrossEntropyCriterion):
         return SentenceClasses("head")
 
 
-@register_model_architecture("ls_transformer", "ls_transformer_that_drops")
+@register_model_architecture("ls_transformer", "ls_drops_layers")
 def _drops(args: Any) -> None:
     args.encoder_layerdrop = getattr(args, "encoder_layerdrop", 0.2)
     ARCH_CONFIG_REGISTRY["transformer_tiny"](args)
@@ -79,7 +79,7 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
         ),
         ({"optimizer": "adam"}, "the optimizer is not ls_adam or adafactor"),
         ({"encoder_layerdrop": 0.1}, "--encoder-layerdrop"),
-        ({"arch": "ls_transformer_that_drops"}, "the arch sets --encoder-layerdrop"),
+        ({"arch": "ls_drops_layers"}, "the arch sets --encoder-layerdrop"),
         ({"memory_efficient_bf16": True, "bf16": True}, "--memory-efficient-bf16"),
         ({"store_ema": True}, "--store-ema"),
         (
