@@ -112,14 +112,18 @@ class Segments:
         return not self.has_more and len(self.index) == self.shape[0] * self.shape[1] > 0
 
     def pack(self, padded: Tensor) -> Tensor:
-        """[B, L, ...] -> [T, ...]; differentiable. Rows that belong to no sentence are zero."""
+        """[B, L, ...] -> [T, ...]; differentiable. Rows that belong to no sentence are zero.
+
+        A view if there are no pads.
+        """
         rows = padded.flatten(0, 1)
         if self.has_more:
             rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
         return rows if self._is_full else rows.index_select(0, self.index)
 
     def pad(self, packed: Tensor) -> Tensor:
-        """[T, ...] -> [B, L, ...] with zeros at the pads; differentiable."""
+        """[T, ...] -> [B, L, ...] with zeros at the pads, or a view if there are no pads;
+        differentiable."""
         if self._is_full:
             return packed.unflatten(0, self.shape)
         count = self.shape[0] * self.shape[1]

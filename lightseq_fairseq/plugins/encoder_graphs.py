@@ -57,7 +57,9 @@ class EncoderGraphs(ModuleGraphs):
             key = batch.bucket, encoder.table_rows(batch.longest[0])
             features = graphs.launch(key, encode)
             real = replace(source.segments, index=source["places"][: batch.ntokens], shape=shape)
-            return real.pad(features[: batch.ntokens])
+            rows = features[: batch.ntokens]
+            padded = real.pad(rows)  # no copy if there are no pads
+            return padded.clone() if padded.data_ptr() == rows.data_ptr() else padded
 
         return self.run(encoder, device, batch.block.nbytes, send, launch)
 

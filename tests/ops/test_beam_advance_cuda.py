@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,8 +95,11 @@ def test_rules_of_transformers(stopping, beam):
     """The results that are there may be all, may be replaced, and may end a sentence."""
     torch.manual_seed(beam)
     ended = 0
-    for step, penalty in [(step, x) for step in (0, 7, 67, MAX_LEN) for x in (0.0, 0.6, 2.0, -1.0)]:
+    for step, penalty, better in itertools.product(
+        (0, 7, 67, MAX_LEN), (0.0, 0.6, 2.0, -1.0), (0.0, 9.0)
+    ):
         tensors = state([2, -1, 0, 5, 1], beam, MAX_LEN + 2, step, most=beam)
+        tensors["totals"] += better * (tensors["lengths"] > 0)
         found = candidates(5 * beam, beam, False)
         same_as_reference(found, tensors, beam, 1, 0.0, EOS, penalty, stopping)
         ended += int(tensors["progress"][2] < 5) if step < MAX_LEN else 0
