@@ -55,6 +55,7 @@ class CapturedStep:
         trained = [buffer for buffer in buffers if buffer.parameters[0].requires_grad]
         assert len(trained) == 1  # of one dtype and device
         self._whole = trained[0]
+        self._all = [p for buffer in buffers for p in buffer.parameters]
         self._read: dict[int, Tensor] = {}
         # What layers and heads read: leaves in one storage, by which neighbours are known.
         self._copied: list[tuple[Tensor, Tensor]] = []
@@ -77,7 +78,7 @@ class CapturedStep:
 
     def _version(self) -> int:
         """Changes if others than the optimizer write a parameter."""
-        return sum(p._version for p in self.model.parameters())
+        return sum(p._version for p in self._all)
 
     def gradient(
         self, batch: Batch | None, first: bool, key: Hashable, items: Tensor | None,

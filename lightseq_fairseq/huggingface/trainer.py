@@ -6,6 +6,7 @@ What the step does not cover, the Trainer's own step computes; one line in the l
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -131,17 +132,16 @@ class _Captured:
             return loss
 
         try:
-            batch = packed(inputs, self._host(), rng)
-            key = self.current_gradient_accumulation_steps, _rates(self.model)
+            batch = packed(inputs, self._host, rng)
+            key = self.current_gradient_accumulation_steps, _rates(self._dropouts)
             loss = step.gradient(batch, first, key, items, function)
         except NotCovered as reason:
             self._note(f"some batches run without a CUDA graph, because {reason}")
             loss = step.gradient(None, first, None, items, function, inputs)
         return self._filtered(loss)
 
-    def _host(self: Any) -> Host:
-        """What the host must know of the model."""
-        parts = _accelerated(self.model)
+    def _host_of(self: Any, parts: list[Any]) -> Host:
+        """What the host must know of the model, whose accelerated parts these are."""
         pad = getattr(self.model.config, "pad_token_id", None) or 0
         families = ((part._lightseq.family, part) for part in parts)
         most = min(f.most(part) if hasattr(f, "most") else 0 for f, part in families)
@@ -163,12 +163,25 @@ class _Captured:
             dtype = next(self.model.parameters()).dtype
             low = torch.bfloat16 if self.args.bf16 and dtype == torch.float32 else None
             self._step = CapturedStep(self.model, optimizer, low)
+            # Walks through all modules would take longer than the step of a small batch.
+            self._host = self._host_of(_accelerated(self.model))
+            self._dropouts = [m for m in self.model.modules() if _rates([m])]
+            self._operations = None
             if hasattr(self, "_tr_loss"):  # else transformers waits for each loss
                 self._filters = self.args.logging_nan_inf_filter
                 self.args.logging_nan_inf_filter = False
             else:
                 self._filters = False
         return self._step
+
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
+        """As in transformers, which counts the model's parameters again at each batch."""
+        main = inputs.get(self.model.main_input_name)
+        if self._step is None or not isinstance(main, Tensor) or main.numel() == 0:
+            return super().floating_point_ops(inputs)  # type: ignore[misc,no-any-return]
+        if self._operations is None:  # of an element
+            self._operations = super().floating_point_ops(inputs) / main.numel()  # type: ignore[misc]
+        return int(self._operations * main.numel())
 
     def _note(self: Any, text: str) -> None:
         if text not in getattr(self, "_noted", ()):
@@ -202,12 +215,12 @@ def _accelerated(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, Accelerated)]
 
 
-def _rates(model: nn.Module) -> tuple[float, ...]:
+def _rates(modules: Iterable[nn.Module]) -> tuple[float, ...]:
     """The dropout rates, which a graph has as constants."""
     named = ("dropout", "attention_dropout", "activation_dropout")
     return tuple(
         rate
-        for module in model.modules()
+        for module in modules
         for rate in ([module.p] if type(module) is nn.Dropout else map(vars(module).get, named))
         if isinstance(rate, float)
     )
