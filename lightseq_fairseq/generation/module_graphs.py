@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
 from lightseq_fairseq.memory.graphs import Graphs
+
+Result = TypeVar("Result")
 
 _LEAST_BLOCK = 1 << 19  # bytes; room for batches of 20 000 tokens
 
@@ -44,20 +46,26 @@ class ModuleGraphs:
     @torch.no_grad()
     def run(
         self, module: nn.Module, device: torch.device, size: int, send: Callable[[Tensor], None],
-        launch: Callable[[Graphs, Tensor], Tensor],
-    ) -> Tensor:  # fmt: skip
+        launch: Callable[[Graphs, Tensor], Result],
+    ) -> Result:  # fmt: skip
         """A pass of ``module`` on ``device``; the host does not wait.
 
         size: of the batch, in bytes. send: copies the batch to the block, uint8 [size]. launch:
             computes the result from it by the graphs, and copies it: the next pass overwrites it.
         """
+        with self._alone():
+            graphs = self._open(module, device, size)
+            block = self._block[:size]
+            with self._in_turn(device):
+                send(block)
+                return launch(graphs, block)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread uses the graphs; an error drops them."""
         with self._turn:
             try:
-                graphs = self._open(module, device, size)
-                block = self._block[:size]
-                with self._in_turn(device):
-                    send(block)
-                    return launch(graphs, block)
+                yield
             except BaseException:
                 self._forget()
                 raise

@@ -18,7 +18,7 @@ from lightseq_fairseq.memory.packing import LEAST_GRANULARITY, Segments, bucket_
 from lightseq_fairseq.ops.checks import trust_boundaries
 
 _ALIGNMENT = 16  # bytes, of each part of a block
-_LARGE = 1 << 20  # bytes; such a tensor is not copied into the block on the host
+_LARGE = 1 << 20  # bytes; such a tensor, or one on a device, is not copied into the host's block
 # Sentences are padded to a multiple of this, so that few graphs suffice. Of a target all rows are
 # multiplied by the vocabulary.
 _LENGTHS, _TARGETS = 32, 8
@@ -62,7 +62,8 @@ class Batch:
         block: uint8, on the CPU: the collator's tensors, the rng, and the boundaries of sentences.
         parts: its tensors; batches with the same parts use the same graph.
         size: of the block on the device, in bytes.
-        large: tensors that follow the block there, such as images, and where they begin.
+        large: tensors that follow the block there, such as images or what is on the device already,
+            and where they begin.
     """
 
     block: Tensor
@@ -101,20 +102,24 @@ class Batch:
 def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch:
     """The batch.
 
-    inputs: the collator's tensors on the CPU; ``input_ids`` and ``attention_mask`` are int64
-        [..., L], and ``labels`` of a decoder [B, L]. rng: see ``layers.draw_rng``.
+    inputs: the collator's tensors; ``input_ids`` and ``attention_mask`` are int64 [..., L], and
+        ``labels`` of a decoder [B, L]. The last two are on the CPU, the others may be on the
+        device. rng: see ``layers.draw_rng``.
 
     Raises:
         NotCovered: it has no packed form.
     """
     for name, value in inputs.items():
-        if not isinstance(value, Tensor) or value.device.type != "cpu":
-            raise NotCovered(f"{name} is not a tensor on the CPU")
+        if not isinstance(value, Tensor):
+            raise NotCovered(f"{name} is not a tensor")
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if "pixel_values" in inputs and ids is None:
         return _joined({**inputs, "/rng": torch.tensor(rng, dtype=torch.int64)})
     if ids is None or ids.dim() < 2 or ids.numel() == 0:
         raise NotCovered("there are no input_ids [B, L]")
+    for name in ("attention_mask", "labels") if host.has_target else ("attention_mask",):
+        if name in inputs and inputs[name].device.type != "cpu":
+            raise NotCovered(f"{name} is not on the CPU")
     if mask is not None and mask.shape != ids.shape:
         raise NotCovered("the attention mask has another shape than input_ids")
     labels = inputs.get("labels")
@@ -173,11 +178,14 @@ def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _joined(tensors: Mapping[str, Tensor]) -> Batch:
-    ordered = sorted(tensors.items(), key=lambda item: item[1].nbytes >= _LARGE)
+    def is_large(tensor: Tensor) -> bool:
+        return tensor.nbytes >= _LARGE or tensor.device.type != "cpu"
+
+    ordered = sorted(tensors.items(), key=lambda item: is_large(item[1]))
     parts, large, end, small = [], [], 0, 0
     for name, tensor in ordered:
         parts.append(Part(name, end, tensor.dtype, tuple(tensor.shape)))
-        if tensor.nbytes >= _LARGE:
+        if is_large(tensor):
             large.append((end, tensor.contiguous()))
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         small = small if large else end

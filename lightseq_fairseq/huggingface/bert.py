@@ -6,22 +6,22 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens, C = model width,
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightseq_fairseq.generation.module_graphs import ModuleGraphs
-from lightseq_fairseq.huggingface.batch import Host, packed
+from lightseq_fairseq.huggingface.batch import Batch, Host, packed
 from lightseq_fairseq.huggingface.calls import (
-    GIVEN,
     Options,
     check_attention,
+    check_dtypes,
     check_whole,
     given_segments,
-    has_dropout,
     options_of,
+    rates_of,
     read_copies,
     recomputes,
     rng_of,
@@ -40,11 +40,11 @@ from lightseq_fairseq.huggingface.covered import (
     tensor,
     unsupported_sizes,
 )
+from lightseq_fairseq.huggingface.graphed import FeatureGraphs, GradientGraphs, can_be_graph
 from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer
 from lightseq_fairseq.layers.embedding import embed
 from lightseq_fairseq.layers.encoder import run_encoder
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
-from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.memory.packing import Segments
 
 
@@ -59,7 +59,9 @@ class Bert:
     def __init__(self, model: Any, prefix: str) -> None:
         from transformers.activations import ACT2FN
 
-        self.prefix, self._graphs = prefix, ModuleGraphs("passes of the encoder")
+        self.prefix = prefix
+        self._features = FeatureGraphs("passes of the encoder")
+        self._passes = GradientGraphs("passes of the encoder with their backward")
         self._classes: dict[str, type[nn.Module]] = {}
         for place in ("Embeddings", "Layer", "Attention", "SelfAttention", "SelfOutput",
                       "Intermediate", "Output", "Encoder"):  # fmt: skip
@@ -104,15 +106,21 @@ class Bert:
         module = model.embeddings
         layers, again = self.layers(model), recomputes(model.encoder.layer)
         first = getattr(module.dropout, "p", 0.0) if module.dropout.training else 0.0
+        rates = rates_of(layers, first)
+        trains, rng = torch.is_grad_enabled(), None
         if (
             like.is_cuda and like is input_ids and cu_seqlens is None and not options.wants_states
-            and not torch.is_grad_enabled() and GIVEN.get() is None and not again
-            and not has_dropout(layers, first) and not torch.cuda.is_current_stream_capturing()
-            and self._has_own_tables(module)
+            and not again and (trains or not any(rates)) and can_be_graph(model)
+            and self._has_own_tables(model, shape[1])
         ):  # fmt: skip
+            check_dtypes(layers, module.word_embeddings.weight)
             inputs = {"input_ids": input_ids, "attention_mask": attention_mask,
                       "token_type_ids": token_type_ids, "position_ids": position_ids}  # fmt: skip
-            return self._result(model, options, self.from_graph(model, reads, inputs), [])
+            batch = self.on_host(model, reads, inputs)
+            rng = rng_of(rates, like.device) if trains else None
+            features = self.from_graph(model, batch, like.device, rng, rates)
+            if features is not None:
+                return self._result(model, options, features[:, : shape[1]], [])
         segments = step_segments("source", shape)
         if segments is None and cu_seqlens is not None:
             segments = given_segments(cu_seqlens, longest, attention_mask, shape)
@@ -120,7 +128,8 @@ class Bert:
             segments = segments_of(attention_mask, shape, like.device, reads)
         read_copies(layers, module.word_embeddings.weight)
         # From here on nothing raises NotCovered: Hugging Face's forward would draw other masks.
-        rng = rng_of(layers, first, like.device)
+        if rng is None:
+            rng = rng_of(rates, like.device)
         x = None
         if input_ids is not None:
             try:
@@ -133,15 +142,23 @@ class Bert:
                 inputs_embeds=inputs_embeds,
             )  # fmt: skip
             x = segments.pack(padded)
-        x = x.to(layers[0].fc1.weight.dtype)
         states: list[Tensor] | None = [] if options.wants_states else None
-        with torch.autocast(like.device.type, enabled=False):
+        features = self._encoded(model, layers, x, segments, rng, again, states)
+        wide = module.word_embeddings.weight.dtype
+        inner = [segments.pad(rows.to(wide)) for rows in (states or ())[:-1]]
+        return self._result(model, options, features, inner)
+
+    def _encoded(
+        self, model: Any, layers: list[ReadEncoderLayer], x: Tensor, segments: Segments,
+        rng: Tensor, again: bool = False, states: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Features [B, L, C] of embeddings x [T, C]."""
+        x = x.to(layers[0].fc1.weight.dtype)
+        with torch.autocast(x.device.type, enabled=False):
             y = run_encoder(
                 layers, None, x, segments, rng, checkpoint_activations=again, states=states
             )
-        wide = module.word_embeddings.weight.dtype
-        inner = [segments.pad(rows.to(wide)) for rows in (states or ())[:-1]]
-        return self._result(model, options, segments.pad(y.to(wide)), inner)
+        return segments.pad(y.to(model.embeddings.word_embeddings.weight.dtype))
 
     def _result(self, model: Any, options: Options, features: Tensor, inner: list[Tensor]) -> Any:
         from transformers.modeling_outputs import (
@@ -155,44 +172,48 @@ class Bert:
             result["hidden_states"] = (*inner, features)
         return result if options.returns_dict else result.to_tuple()
 
-    def from_graph(self, model: Any, reads: Reads, inputs: dict[str, Tensor | None]) -> Tensor:
-        """Features [B, L, C] of a padded batch in evaluation, by a CUDA graph if there is a GPU.
-
-        The host waits once, for the batch, which it packs. Raises NotCovered as `forward`.
-        """
-        ids, words = inputs["input_ids"], model.embeddings.word_embeddings.weight
-        assert ids is not None
-        given = {name: x.cpu() for name, x in inputs.items() if x is not None}
+    def on_host(self, model: Any, reads: Reads, inputs: dict[str, Tensor | None]) -> Batch:
+        """A padded batch, packed on the host, which waits for its mask. Raises NotCovered as
+        `forward`."""
+        given = {name: x for name, x in inputs.items() if x is not None}
+        if "attention_mask" in given:
+            given["attention_mask"] = given["attention_mask"].cpu()
         pad = model.config.pad_token_id or 0
-        batch = packed(given, Host(pad, reads, self.most(model)), (0, 0))
+        return packed(given, Host(pad, reads, self.most(model)), (0, 0))
 
-        def launch(graphs: Graphs, block: Tensor) -> Tensor:
-            def encode() -> Tensor:
-                tensors, sides, rng = batch.open(block)
-                segments, layers = sides["source"], self.layers(model)
-                read_copies(layers, words)
-                x = self.embedded(
-                    model, segments, rng, tensors["input_ids"], tensors.get("token_type_ids"),
-                    tensors.get("position_ids"),
-                ).to(layers[0].fc1.weight.dtype)  # fmt: skip
-                with torch.autocast(ids.device.type, enabled=False):
-                    y = run_encoder(layers, None, x, segments, rng)
-                return segments.pad(y.to(words.dtype))
+    def from_graph(
+        self, model: Any, batch: Batch, device: torch.device, rng: Tensor | None,
+        rates: Sequence[float],
+    ) -> Tensor | None:  # fmt: skip
+        """Features [B, L, C], by CUDA graphs if there is a GPU; None if another pass waits for its
+        backward.
 
-            kind = ids.device.type
-            autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-            features = graphs.launch((batch.parts, autocast), encode)
-            return features[:, : ids.shape[1]].clone()
+        rng: int64 [2] on the device; None: there are no gradients. rates: of the dropout.
+        """
+        words = model.embeddings.word_embeddings.weight
 
-        return self._graphs.run(model, ids.device, batch.size, batch.send, launch)
+        def compute(tensors: Any, sides: Any, rng: Tensor) -> Tensor:
+            segments, layers = sides["source"], self.layers(model)
+            read_copies(layers, words)
+            x = self.embedded(
+                model, segments, rng, tensors["input_ids"], tensors.get("token_type_ids"),
+                tensors.get("position_ids"),
+            )  # fmt: skip
+            return self._encoded(model, layers, x, segments, rng)
 
-    def _has_own_tables(self, module: Any) -> bool:
-        """Whether nothing has changed what the embeddings compute."""
+        kind = device.type
+        key = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind), tuple(rates)
+        if rng is None:
+            return self._features.features(model, device, batch, key, compute)
+        return self._passes.features(model, device, batch, rng, key, compute)
+
+    def _has_own_tables(self, model: Any, length: int) -> bool:
+        """Whether nothing has changed what the embeddings compute, for so many positions."""
         try:
-            self._tables(module)
+            self._tables(model.embeddings)
         except NotCovered:
             return False
-        return True
+        return length <= self.most(model)
 
     def _tables(self, module: Any) -> list[Any]:
         """The embeddings of words, positions and types."""

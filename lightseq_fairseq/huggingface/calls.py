@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.copies import copies
-from lightseq_fairseq.huggingface.covered import LayerNorm, NotCovered, Reads
+from lightseq_fairseq.huggingface.covered import LayerNorm, Linear, NotCovered, Reads
 from lightseq_fairseq.huggingface.parts import ReadDecoderLayer, ReadEncoderLayer, fused
 from lightseq_fairseq.memory.packing import Segments
 
@@ -101,14 +101,8 @@ def read_copies(layers: Layers, words: Tensor, last: LayerNorm | None = None) ->
     words: of the embeddings, which read their own parameters: under autocast they are float32, as
         Hugging Face's. last: the LayerNorm behind the layers.
     """
-    parts = [part for layer in layers for part in layer.parts]
-    parts += [] if last is None else [last]
-    parameters = [x for part in parts for x in (part.weight, part.bias)]
-    for parameter in parameters:
-        if parameter.device != words.device:
-            raise NotCovered(f"parameters are on {parameter.device} and {words.device}")
-    dtypes = {words.dtype, *(p.dtype for p in parameters)}
-    dtype = _dtype(words.device, dtypes)
+    parts, parameters, dtype = _read(layers, words, last)
+    dtypes = {p.dtype for p in parameters}
     in_step = GIVEN.get() is not None  # then neighbours lie side by side already
     blocks = [
         block for block in fused(layers) if not (in_step and all(p.is_contiguous() for p in block))
@@ -125,18 +119,32 @@ def read_copies(layers: Layers, words: Tensor, last: LayerNorm | None = None) ->
         part.bias = made.get(id(part.bias), part.bias)
 
 
-def _dtype(device: torch.device, dtypes: set[torch.dtype]) -> torch.dtype:
-    """The dtype of the layers, for those of the parameters."""
+def check_dtypes(layers: Layers, words: Tensor, last: LayerNorm | None = None) -> None:
+    """Raises NotCovered if `read_copies` would."""
+    _read(layers, words, last)
+
+
+def _read(
+    layers: Layers, words: Tensor, last: LayerNorm | None
+) -> tuple[list[LayerNorm | Linear], list[Tensor], torch.dtype]:
+    """What has the parameters of layers, the parameters, and the dtype that layers read."""
+    parts = [part for layer in layers for part in layer.parts]
+    parts += [] if last is None else [last]
+    parameters = [x for part in parts for x in (part.weight, part.bias)]
+    for parameter in parameters:
+        if parameter.device != words.device:
+            raise NotCovered(f"parameters are on {parameter.device} and {words.device}")
+    dtypes, device = {words.dtype, *(p.dtype for p in parameters)}, words.device
     if len(dtypes) > 1:
         raise NotCovered("its parameters have several dtypes")
     if not torch.is_autocast_enabled(device.type):
-        return next(iter(dtypes))
+        return parts, parameters, words.dtype
     dtype = torch.get_autocast_dtype(device.type)
     if dtype != torch.bfloat16:
         raise NotCovered(f"autocast computes in {str(dtype).removeprefix('torch.')}")
     if not dtypes <= {torch.bfloat16, torch.float32}:
         raise NotCovered("its parameters are neither bfloat16 nor float32")
-    return dtype
+    return parts, parameters, dtype
 
 
 def segments_of(
@@ -175,25 +183,21 @@ def given_segments(
     return Segments(cu_seqlens.int(), int(longest), whole.positions, whole.index, shape)
 
 
-def has_dropout(layers: Layers, first: float) -> bool:
-    """Whether a call drops anything; first: the rate behind the embedding."""
-    rates = [
+def rates_of(layers: Layers, first: float) -> tuple[float, ...]:
+    """The dropout rates of a call; first: the rate behind the embedding."""
+    return first, *(
         rate for layer in layers
         for rate in (layer.dropout, layer.activation_dropout, layer.self_attn.dropout)
-    ]  # fmt: skip
-    return any((first, *rates))
+    )  # fmt: skip
 
 
-def rng_of(layers: Layers, first: float, device: torch.device) -> Tensor:
+def rng_of(rates: Sequence[float], device: torch.device) -> Tensor:
     """The rng of all masks of a call: the step's, or one that is drawn on the device as Hugging
-    Face draws masks.
-
-    first: the rate behind the embedding.
-    """
+    Face draws masks, if a rate is not 0."""
     step = GIVEN.get()
     if step is not None and step.rng is not None:
         return step.rng
-    if not has_dropout(layers, first):
+    if not any(rates):
         return torch.zeros(2, dtype=torch.int64, device=device)
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 

@@ -16,6 +16,7 @@ from lightseq_fairseq.huggingface.calls import (
     check_whole,
     given_segments,
     options_of,
+    rates_of,
     read_copies,
     recomputes,
     rng_of,
@@ -115,7 +116,7 @@ class Gpt2:
         words = self._embedding(model, segments, input_ids, positions)
         read_copies(layers, model.wte.weight, last)
         dropout = rate(model.drop)
-        rng = rng_of(layers, dropout, input_ids.device)
+        rng = rng_of(rates_of(layers, dropout), input_ids.device)
         x = embed(**words, scale=1.0, p=dropout, rng=rng, site=0).to(layers[0].fc1.weight.dtype)
         states: list[Tensor] | None = [] if options.wants_states else None
         with torch.autocast(input_ids.device.type, enabled=False):

@@ -15,6 +15,7 @@ from lightseq_fairseq.huggingface.calls import (
     check_attention,
     check_whole,
     options_of,
+    rates_of,
     read_copies,
     recomputes,
     rng_of,
@@ -170,7 +171,7 @@ class Seq2Seq:
         embedding = self._embedding(model, segments, ids)
         read_copies(layers, model.embed_tokens.weight, last)
         rate = float(model.dropout) if model.training else 0.0
-        rng = rng_of(layers, rate, ids.device)
+        rng = rng_of(rates_of(layers, rate), ids.device)
         x = embed(**embedding, p=rate, rng=rng, site=int(self.is_decoder))
         return last, x.to(layers[0].fc1.weight.dtype), rng
 

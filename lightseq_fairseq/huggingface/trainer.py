@@ -178,7 +178,7 @@ class _Captured:
         """As in transformers, which counts the model's parameters again at each batch."""
         main = inputs.get(self.model.main_input_name)
         if self._step is None or not isinstance(main, Tensor) or main.numel() == 0:
-            return super().floating_point_ops(inputs)  # type: ignore[misc,no-any-return]
+            return super().floating_point_ops(inputs)  # type: ignore[misc]
         if self._operations is None:  # of an element
             self._operations = super().floating_point_ops(inputs) / main.numel()  # type: ignore[misc]
         return int(self._operations * main.numel())

@@ -15,6 +15,7 @@ from lightseq_fairseq.huggingface.calls import (
     check_attention,
     check_whole,
     options_of,
+    rates_of,
     read_copies,
     recomputes,
     rng_of,
@@ -90,7 +91,7 @@ class Vit:
             pixel_values.to(like.dtype), bool_masked_pos=bool_masked_pos,
             interpolate_pos_encoding=interpolate_pos_encoding,
         )  # fmt: skip
-        rng = rng_of(layers, 0.0, padded.device)
+        rng = rng_of(rates_of(layers, 0.0), padded.device)
         segments = Segments.full((padded.shape[0], padded.shape[1]), padded.device)
         x = segments.pack(padded).to(layers[0].fc1.weight.dtype)
         states: list[Tensor] | None = [] if options.wants_states else None

@@ -13,6 +13,7 @@ from helpers.accelerated import assert_ours, batch_of, build, mask_of
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
+from lightseq_fairseq.huggingface import bert
 
 MODES = ("bfloat16", "autocast", "float32")
 MASKED, CLASSES = "BertForMaskedLM", "RobertaForSequenceClassification"
@@ -127,5 +128,61 @@ def test_features_come_from_graphs(mode: str) -> None:
         torch.testing.assert_close(found, expected, atol=error, rtol=error)
         seen.append(found.clone())
         assert torch.equal(found, seen[-1])
-    assert model._lightseq.family._graphs._graphs._graphs  # some are captured
+    assert model._lightseq.family._features._graphs._graphs  # some are captured
     assert_ours(model, 24)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_by_graphs(mode: str) -> None:
+    """Gradients are those of eager passes, to rounding; a pass without a backward, and two passes
+    before their backward, harm nothing."""
+    torch.manual_seed(7)
+    model = lightseq.accelerate(build(CLASSES, **SIZES, hidden_dropout_prob=0.1).cuda())
+    model = model.bfloat16() if mode == "bfloat16" else model
+    source, family = random.Random(8), model.roberta._lightseq.family
+    batches = [
+        on_gpu(batch_of(model, mask_of([source.randint(1, 70) for _ in range(6)])))
+        for _ in range(8)
+    ]
+    for round in range(3):
+        for number, batch in enumerate(batches):
+            torch.manual_seed(number)
+            found = gradients(model, batch, mode)
+            torch.manual_seed(number)
+            with torch.autocast("cuda", torch.bfloat16, enabled=mode == "autocast"):
+                kept = model(**batch).loss  # its backward may come, so the next pass is eager
+            torch.manual_seed(number)
+            expected = gradients(model, batch, mode)
+            model.zero_grad()
+            kept.backward()
+            other = torch.cat(
+                [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
+            )
+            del kept
+            most = {"float32": 1e-4, "autocast": 2e-2, "bfloat16": 2e-2}[mode]
+            for each in (found, other):
+                assert (each - expected).norm() < most * expected.norm(), (round, number)
+    captured = family._passes._graphs._graphs
+    kinds = [key[0] for key in captured]
+    assert kinds.count("forward") == kinds.count("backward") > 0
+    assert_ours(model)
+
+
+def test_one_line_trains_as_plain_eager_passes() -> None:
+    """Fifty updates of AdamW by graphs and without; weights change in place and .grad is reset."""
+    found = []
+    for captures in (True, False):
+        torch.manual_seed(9)
+        model = lightseq.accelerate(build(CLASSES, **SIZES, hidden_dropout_prob=0.1).cuda())
+        optimizer, source = torch.optim.AdamW(model.parameters(), 1e-3), random.Random(10)
+        for _ in range(50):
+            batch = on_gpu(batch_of(model, mask_of([source.randint(1, 70) for _ in range(6)])))
+            with pytest.MonkeyPatch.context() as patched:
+                if not captures:
+                    patched.setattr(bert, "can_be_graph", lambda _: False)
+                loss = model(**batch).loss
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert (found[0] - found[1]).norm() < 1e-3 * found[1].norm()

@@ -276,7 +276,7 @@ def test_a_batch_is_filled_up_and_packed() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"input_ids": np.zeros((2, 3))}, "input_ids is not a tensor on the CPU"),
+        ({"input_ids": np.zeros((2, 3))}, "input_ids is not a tensor"),
         ({"pixels": torch.zeros(2, 3)}, "there are no input_ids"),
         ({"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 1, 3, 3)},
          "the attention mask has another shape"),

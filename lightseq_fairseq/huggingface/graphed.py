@@ -1,0 +1,192 @@
+"""Passes of an accelerated module as CUDA graphs, in training together with their backward pass.
+
+The kernels of a small batch take less time than their launches, of which a pass with its backward
+has some four hundred.
+
+Shapes: B = sentences, L = longest sentence, C = model width.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightseq_fairseq.generation.module_graphs import ModuleGraphs
+from lightseq_fairseq.huggingface.batch import Batch
+from lightseq_fairseq.huggingface.calls import GIVEN
+from lightseq_fairseq.layers.second_derivatives import once_differentiable
+from lightseq_fairseq.memory.graphs import Graphs
+from lightseq_fairseq.memory.packing import Segments
+
+#: Computes features [B, L, C] from the collator's tensors, the segments and the rng.
+Compute = Callable[[Mapping[str, Tensor], Mapping[str, Segments], Tensor], Tensor]
+
+_ALIGNMENT = 32  # elements, of each gradient
+
+
+def can_be_graph(module: nn.Module) -> bool:
+    """Whether its passes now can be graphs. A replica of DataParallel has no parameters."""
+    is_replica = getattr(module, "_is_replica", False)
+    in_step = GIVEN.get() is not None
+    return not is_replica and not in_step and not torch.cuda.is_current_stream_capturing()
+
+
+class FeatureGraphs(ModuleGraphs):
+    """Passes without gradients."""
+
+    def features(self, module: nn.Module, device: torch.device, batch: Batch, key: Hashable,
+                 compute: Compute) -> Tensor:  # fmt: skip
+        """What ``compute`` returns; the batch's own rng is used.
+
+        key: all else on which the work depends.
+        """
+
+        def launch(graphs: Graphs, block: Tensor) -> Tensor:
+            features: Tensor = graphs.launch(
+                (batch.parts, key), lambda: compute(*batch.open(block))
+            )
+            return features.clone()
+
+        return self.run(module, device, batch.size, batch.send, launch)
+
+
+class GradientGraphs(ModuleGraphs):
+    """Differentiable passes: one graph computes features, another one the gradients.
+
+    What a pass keeps for its backward is in memory that the next pass overwrites. So there is no
+    pass by graphs as long as the backward of another one may come.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self._one_by_one = threading.Lock()
+        self._last: Callable[[], Any] = lambda: None  # the last pass, if it still exists
+        self._of: Graphs | None = None  # to which what follows belongs
+        self._parameters: list[nn.Parameter] = []
+        self._searched: set[Hashable] = set()
+
+    def features(self, module: nn.Module, device: torch.device, batch: Batch, rng: Tensor,
+                 key: Hashable, compute: Compute) -> Tensor | None:  # fmt: skip
+        """What ``compute`` returns, differentiable by the module's parameters; None if another pass
+        waits for its backward.
+
+        rng: int64 [2] on the device. key: all else on which the work depends.
+        """
+
+        def launch(graphs: Graphs, block: Tensor) -> Tensor:
+            if self._of is not graphs:
+                self._of, self._parameters = graphs, list(module.parameters())
+                self._searched.clear()
+            trained = [p for p in self._parameters if p.requires_grad]
+            shapes = batch.parts, key, tuple(p.requires_grad for p in self._parameters)
+            is_first = shapes not in self._searched
+            if is_first:  # eager, since cuBLASLt then times algorithms; the block is reused
+                block = block.clone()
+            tensors, segments, its_rng = batch.open(block)
+            its_rng.copy_(rng)
+
+            def run() -> _Run:
+                return _Run(compute(tensors, segments, its_rng), trained)
+
+            with torch.enable_grad():
+                if is_first:
+                    eager = run().features
+                    self._searched.add(shapes)
+                    return eager
+                made: _Run = graphs.launch(("forward", shapes), run, is_prepared=True)
+                replayed: Tensor = _Replayed.apply(
+                    self, graphs, made, made.features.detach().clone(), *made.trained
+                )
+            return replayed
+
+        with self._one_by_one:
+            if self._waits():
+                return None
+            return self.run(module, device, batch.size, batch.send, launch)
+
+    def _waits(self) -> bool:
+        """Whether the backward of the last pass may come."""
+        last = self._last()
+        if last is None:
+            return False
+        try:
+            last.saved_tensors  # noqa: B018
+        except RuntimeError:  # backward has freed them, or it will raise this error
+            return False
+        return True
+
+    def gradients(self, graphs: Graphs, run: _Run, dfeatures: Tensor, keeps: bool) -> list[Any]:
+        """Of the parameters that the pass ``run`` has trained; new tensors.
+
+        keeps: backward may be called again.
+        """
+
+        def back() -> Sequence[Tensor | None]:
+            return torch.autograd.grad(
+                run.features, run.trained, run.dfeatures, retain_graph=keeps, allow_unused=True
+            )
+
+        with self._alone():
+            if graphs is not self._graphs:
+                raise RuntimeError(
+                    "lightseq: the model was moved, or called by another thread, between a pass "
+                    "and its backward"
+                )
+            with self._in_turn(dfeatures.device):
+                run.dfeatures.copy_(dfeatures)
+                return _copied(graphs.launch(("backward", run.number), back, is_prepared=True))
+
+
+class _Run:
+    """A pass that was computed or captured; its tensors are those of the graphs.
+
+    Attributes:
+        features: the result.
+        dfeatures: its gradient, which the backward pass reads.
+        trained: the parameters whose gradients backward computes.
+        number: no other pass has it.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, features: Tensor, trained: Sequence[nn.Parameter]) -> None:
+        self.features, self.trained = features, trained
+        self.dfeatures = torch.empty_like(features)
+        self.number = next(self._numbers)
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, owner: GradientGraphs, graphs: Graphs, run: _Run, features: Tensor,
+                *trained: Tensor) -> Tensor:  # fmt: skip
+        ctx.owner, ctx.graphs, ctx.run = owner, graphs, run
+        ctx.save_for_backward(*trained)  # torch then raises its errors if one changes
+        owner._last = weakref.ref(ctx)
+        return features
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dfeatures: Tensor) -> Any:
+        ctx.saved_tensors  # noqa: B018
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, None, None, None, *ctx.owner.gradients(ctx.graphs, ctx.run, dfeatures, keeps)
+
+
+def _copied(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copies, which lie side by side: one kernel copies many tensors."""
+    given = [x for x in gradients if x is not None]
+    if not given:
+        return list(gradients)
+    sizes = [-(-x.numel() // _ALIGNMENT) * _ALIGNMENT for x in given]
+    parts = given[0].new_empty(sum(sizes)).split(sizes)
+    views = [part[: x.numel()].view(x.shape) for part, x in zip(parts, given, strict=True)]
+    torch._foreach_copy_(views, given)
+    left = iter(views)
+    del views, parts  # autograd copies a gradient to which others refer
+    return [None if x is None else next(left) for x in gradients]
