@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from lightseq_fairseq.cli.benchmark.attention import WITHOUT_CAUSAL_MASK, WITHOUT_MASK
 from lightseq_fairseq.cli.benchmark.train.batches import Blocks, PaddedPairs
 from lightseq_fairseq.cli.benchmark.train.cases import Case
 from lightseq_fairseq.cli.benchmark.train.corpus import EOS
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import PAD, SMOOTHING
 from lightseq_fairseq.cli.benchmark.train.shapes import DROPOUT, UNUSED_POSITIONS, Shape
-
-# transformers makes masks only for its own names. Under "sdpa", a compiled model makes one even if
-# there are no pads, and then FlashAttention and cuDNN refuse.
-WITHOUT_MASK = "sdpa_without_mask"
-transformers.AttentionInterface.register(WITHOUT_MASK, sdpa_attention_forward)
-
-
-def _without_causal_mask(module: nn.Module, *inputs: Any, **options: Any) -> Any:
-    """sdpa's attention; a causal layer gets no mask, because pads come after all other tokens."""
-    if module.is_causal:
-        options["attention_mask"], inputs = None, inputs[:3]
-    return sdpa_attention_forward(module, *inputs, **options)
-
-
-# FlashAttention accepts the decoder's attention if it has no mask.
-WITHOUT_CAUSAL_MASK = "sdpa_without_causal_mask"
-transformers.AttentionInterface.register(WITHOUT_CAUSAL_MASK, _without_causal_mask)
-transformers.AttentionMaskInterface.register(WITHOUT_CAUSAL_MASK, sdpa_mask)
 
 
 def config(shape: Shape, vocabulary: int, attention: str = "sdpa") -> transformers.RobertaConfig:
