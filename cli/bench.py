@@ -283,12 +283,16 @@ def generate(
 @click.option(
     "--case", "cases", multiple=True, default=["roberta_base/sentences32"], show_default=True,
     metavar="CASE,...",
-    help="What to run. Fine-tuning: <model>/sentences<batch>, classes of <batch> sentences of 10 "
-    "to 128 tokens in random order; <model>/pairs<batch>, the same with 10 to 70 tokens, as in "
-    "MNLI; <model>/tokens<batch>, a class for each token. Pre-training on masked blocks: "
-    "<model>/mlm<block>x<batch>, as in bert_base/mlm512x64. Add /p0 to train without "
-    "dropout, so that losses can be compared. Features: <model>/b<batch>, as in "
-    f"roberta_base/b256. Models: {', '.join(hugging_face.MODELS)}, the last for a CPU. "
+    help="What to run. BERT and RoBERTa: <model>/sentences<batch>, classes of <batch> sentences of "
+    "10 to 128 tokens in random order; <model>/pairs<batch>, the same with 10 to 70 tokens, as in "
+    "MNLI; <model>/tokens<batch>, a class for each token; <model>/mlm<block>x<batch>, masked "
+    "blocks, as in bert_base/mlm512x64; <model>/b<batch>, features without training, as in "
+    "roberta_base/b256. GPT-2: <model>/<block>x<batch>, as in gpt2/1024x32. BART: "
+    "<model>/summaries<batch>, texts of 700 tokens on average and their summaries, as in "
+    "bart_large/summaries16. Marian and NLLB: <model>/<batch>, sentence pairs and verses, as in "
+    "marian_big/128 and nllb_600m/64. ViT: <model>/<batch>, images with 1000 classes, as in "
+    "vit_b/256. Add /p0 to train without dropout, so that losses can be compared. Models: "
+    f"{', '.join(hugging_face.MODELS)}; those with _tiny are for a CPU. "
     "You can repeat the flag.",
 )  # fmt: skip
 @click.option(
@@ -321,11 +325,12 @@ def huggingface(
     \b
         lightseq-bench huggingface --case roberta_base/sentences32 --systems ours,transformers
 
-    Every run is a process of its own, with random weights, sentences of random tokens, and
-    bfloat16. The table shows tokens per second without pads, sentences per second, milliseconds
-    per update or batch (median, 20th and 80th percentile of blocks), peak memory, the time from
-    train() and from the start of the process to the end of the first update, the time of the whole
-    run, and the losses of the first updates.
+    Every run is a process of its own, with random weights, sentences of random tokens or random
+    images, and bfloat16. The table shows tokens per second without pads (of pairs, those of both
+    sides) and sentences per second, or images per second, milliseconds per update or batch
+    (median, 20th and 80th percentile of blocks), peak memory, the time from train() and from the
+    start of the process to the end of the first update, the time of the whole run, and the losses
+    of the first updates.
     """
     able, gpu, about = runs.plan(hugging_face, cases, systems, "roberta_tiny/sentences4", output)
 

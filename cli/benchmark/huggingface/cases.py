@@ -15,84 +15,96 @@ import torch
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.huggingface.models import MODELS
 from lightseq_fairseq.cli.benchmark.train.commands import FOR_TORCH
+from lightseq_fairseq.cli.benchmark.train.corpus import SENTENCE_PAIRS, SUMMARIES, VERSES, Sides
 
-_RARE = 1e-6  # share of batches below which no shape is prepared for them
 # Updates that are timed together: as many batches as group_by_length sorts together.
 BLOCK = 50
-DROPOUT = 0.1
 
 
 class Work(NamedTuple):
     """What a model does.
 
     Attributes:
-        head: the end of the name of its class.
-        shortest, longest: tokens of a sentence, between which all lengths are equally frequent; 0:
-            all have the length that the case says.
+        word: before the numbers in the name of a case.
+        lengths: tokens of a sentence, shortest and longest: all between are equally frequent. Or
+            the lengths of pairs. None: all have the length that the case says, or are images.
+        in_blocks: the case says the length.
+        classes: of a sentence, of each token, or of an image.
     """
 
-    head: str
-    shortest: int = 10
-    longest: int = 128
+    word: str
+    lengths: tuple[int, int] | Sides | None = None
+    in_blocks: bool = False
+    classes: int = 2
+
+    @property
+    def has_target(self) -> bool:
+        """Whether its sentences are pairs of a source and a target."""
+        return isinstance(self.lengths, Sides)
 
 
-# Kind of a case -> what the model does.
+# Kind of a case -> what the model does. Pairs are as long as those of ``lightseq-bench train``.
 WORK = {
-    "sentences": Work("ForSequenceClassification"),
-    "pairs": Work("ForSequenceClassification", longest=70),  # as MNLI's: 40 tokens on average
-    "tokens": Work("ForTokenClassification"),
-    "mlm": Work("ForMaskedLM", 0, 0),
-    "b": Work("Model"),  # features, without training
+    "sentences": Work("sentences", (10, 128)),
+    "pairs": Work("pairs", (10, 70)),  # one sentence, as MNLI's: 40 tokens on average
+    "tokens": Work("tokens", (10, 128), classes=9),  # as in CoNLL-2003
+    "mlm": Work("mlm", in_blocks=True),
+    "b": Work("b", (10, 128)),  # features, without training
+    "text": Work("", in_blocks=True),
+    "images": Work("", classes=1000),
+    "summaries": Work("summaries", SUMMARIES),
+    "translation": Work("", SENTENCE_PAIRS),
+    "verses": Work("", VERSES),
 }
 
 
 class Case(NamedTuple):
-    """A model, what it does, its batches, and the rate of dropout.
+    """A model, what it does, its batches, and whether it drops anything.
 
     Attributes:
         kind: a key of `WORK`.
-        batch: sentences of a batch.
+        batch: sentences, pairs or images of a batch.
         length: tokens of each sentence; 0: they differ.
-        rate: of all dropout.
+        dropout: the model's published rates.
     """
 
     model: str
     kind: str
     batch: int
     length: int = 0
-    rate: float = DROPOUT
+    dropout: bool = True
 
     @classmethod
     def parse(cls, text: str) -> Case:
         """The case that ``text`` names, as ``roberta_base/sentences32``,
-        ``roberta_base/sentences32/p0``, ``bert_base/mlm512x64`` or ``roberta_base/b256``.
+        ``roberta_base/sentences32/p0``, ``gpt2/1024x32``, ``marian_big/128`` or
+        ``roberta_base/b256``.
 
         Raises:
             UserError: there is no such case.
         """
         number = r"([1-9]\d*)"
-        found = re.fullmatch(
-            rf"(\w+)/(?:(sentences|pairs|tokens|b)|mlm{number}x){number}(/p0)?", text
-        )
-        model, kind, length, batch, without = found.groups() if found else [""] * 5
-        if model not in MODELS or (kind == "b" and without):
+        found = re.fullmatch(rf"(\w+)/([a-z]*)(?:{number}x)?{number}(/p0)?", text)
+        name, word, length, batch, without = found.groups("") if found else [""] * 5
+        name = name or text.partition("/")[0]
+        if name not in MODELS:
+            raise UserError(f"There is no case {text}: models are {', '.join(MODELS)}.")
+        model = MODELS[name]
+        forms = {(WORK[kind].word, WORK[kind].in_blocks): kind for kind in model.heads}
+        kind = forms.get((word, bool(length)))
+        if kind is None or (without and (kind == "b" or not model.rates)):
+            raise UserError(_no_case(text, name))
+        if int(length or 0) > model.positions:
             raise UserError(
-                f"There is no case {text}: write <model>/sentences<batch>, <model>/pairs<batch>, "
-                "<model>/tokens<batch> or <model>/mlm<block>x<batch>, for example "
-                "roberta_base/sentences32, with /p0 to train without dropout, or <model>/b<batch> "
-                f"for features; models are {', '.join(MODELS)}."
+                f"The case {text} is too large: {name} has {model.positions} positions, so a block "
+                "can have at most that many tokens."
             )
-        case = cls(model, kind or "mlm", int(batch), int(length or 0), 0.0 if without else DROPOUT)
-        if case.longest > MODELS[model].positions:
-            raise UserError(
-                f"The case {text} is too large: {model} has {MODELS[model].positions} positions, "
-                "so a block can have at most that many tokens."
-            )
-        return case
+        return cls(name, kind, int(batch), int(length or 0), not without)
 
     def __str__(self) -> str:
         block = f"{self.length}x" if self.length else ""
-        return f"{self.model}/{self.kind}{block}{self.batch}{'' if self.rate else '/p0'}"
+        without = "" if self.dropout else "/p0"
+        return f"{self.model}/{self.work.word}{block}{self.batch}{without}"
 
     @property
     def work(self) -> Work:
@@ -103,9 +115,19 @@ class Case(NamedTuple):
         return self.kind != "b"
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sentence."""
-        return self.length or self.work.longest
+    def has_pads(self) -> bool:
+        """Whether the sentences of a batch have many lengths."""
+        return self.work.lengths is not None
+
+
+def _no_case(text: str, name: str) -> str:
+    """Says which cases the model ``name`` has."""
+    model = MODELS[name]
+    kinds = [WORK[kind] for kind in model.heads if kind != "b"]
+    forms = [f"{name}/{work.word}{'<block>x' * work.in_blocks}<batch>" for work in kinds]
+    without = ", with /p0 at the end to train without dropout" * bool(model.rates)
+    features = f", or {name}/b<batch> for features" * ("b" in model.heads)
+    return f"There is no case {text}: write {', '.join(forms)}{without}{features}."
 
 
 class System(NamedTuple):
@@ -116,8 +138,8 @@ class System(NamedTuple):
         trainer: with ``lightseq_fairseq.huggingface.Trainer``.
         mode: of torch.compile; None: the model is not compiled.
         grouped: a batch has sentences of similar length (``group_by_length``).
-        multiple: sentences are padded to a multiple of this, so that shapes repeat. All shapes are
-            compiled before the updates that are measured.
+        multiple: sentences are padded to a multiple of this, so that shapes repeat; of pairs, both
+            sides. All shapes are compiled before the updates that are measured.
     """
 
     accelerated: bool = False
@@ -146,31 +168,13 @@ def why_not(system: str, case: Case) -> str | None:
     how = SYSTEMS[system]
     if how.trainer and not case.trains:
         return "features need no Trainer."
-    if how.grouped and case.length:
-        return "its sentences have one length."
+    if how.grouped and not case.has_pads:
+        return "all its samples have one size."
     if how.mode is not None and not torch.cuda.is_available():
         return "it is compiled for a GPU."
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed."
     return None
-
-
-def shapes(case: Case, system: str) -> list[int]:
-    """The lengths to which a system pads sentences, longest first; none if it does not round.
-
-    In random batches, one sentence of many is always among the longest.
-    """
-    how, shortest = SYSTEMS[system], case.length or case.work.shortest
-    if how.multiple == 1:
-        return []
-    least = padded(shortest, how.multiple)
-    lengths = range(padded(case.longest, how.multiple), least - 1, -how.multiple)
-
-    def share(length: int) -> float:
-        """Of random batches with sentences up to this length."""
-        return ((length + 1 - shortest) / (case.longest + 1 - shortest)) ** case.batch
-
-    return [length for length in lengths if how.grouped or share(length) > _RARE]
 
 
 def padded(length: int, multiple: int) -> int:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.cli.benchmark.huggingface import reports
-from lightseq_fairseq.cli.benchmark.huggingface.cases import SYSTEMS, Case, shapes
+from lightseq_fairseq.cli.benchmark.huggingface.cases import SYSTEMS, Case
 from lightseq_fairseq.cli.benchmark.huggingface.models import built
-from lightseq_fairseq.cli.benchmark.huggingface.sentences import (
+from lightseq_fairseq.cli.benchmark.huggingface.samples import (
     Sentences,
     collator,
+    count_of,
     resized,
-    tokens_of,
+    shapes,
 )
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 
@@ -35,7 +36,7 @@ def main() -> None:
     memory = MemoryMeter(gpu=not given.cpu)
     case, how = given.case, SYSTEMS[given.system]
     torch.manual_seed(1)
-    model = built(case.model, case.work.head, case.rate).eval()
+    model = built(case).eval()
     model = model.to("cpu" if given.cpu else "cuda", torch.bfloat16)
     if how.accelerated:
         lightseq.accelerate(model)
@@ -48,9 +49,9 @@ def main() -> None:
             torch.cuda.synchronize()
 
     batches = _batches(given)
-    for length in shapes(case, given.system):
+    for shape in shapes(case, given.system):
         for _ in range(3):  # torch runs a shape eagerly, then captures it, then replays
-            encode(resized(batches[0], length, model.config.pad_token_id))
+            encode(resized(batches[0], shape, model.config.pad_token_id))
     encode(batches[0])
     first = time.time()
     seconds = []
@@ -62,7 +63,7 @@ def main() -> None:
     report = {
         "block_batches": len(batches),
         "block_s": seconds[WARM_UP:],
-        "block_tokens": [int(sum(map(tokens_of, batches)))] * PASSES,
+        "block_tokens": [int(sum(count_of(batch, case) for batch in batches))] * PASSES,
         "start_to_first_s": first - given.began,
     }
     reports.write(given, model, memory, report)

@@ -19,15 +19,17 @@ import transformers
 from torch import Tensor, nn
 
 import lightseq_fairseq.huggingface as lightseq
+from lightseq_fairseq.cli.benchmark.attention import WITHOUT_CAUSAL_MASK, WITHOUT_MASK
 from lightseq_fairseq.cli.benchmark.huggingface import reports
-from lightseq_fairseq.cli.benchmark.huggingface.cases import BLOCK, SYSTEMS, Case, shapes
+from lightseq_fairseq.cli.benchmark.huggingface.cases import BLOCK, SYSTEMS, Case, System
 from lightseq_fairseq.cli.benchmark.huggingface.models import built
-from lightseq_fairseq.cli.benchmark.huggingface.sentences import (
+from lightseq_fairseq.cli.benchmark.huggingface.samples import (
     MOST,
-    Sentences,
     collator,
+    count_of,
+    dataset,
     resized,
-    tokens_of,
+    shapes,
 )
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
 
@@ -39,27 +41,28 @@ class _Measured:
     """Mixin of the Trainers: counts tokens, keeps the first losses, prepares shapes.
 
     Attributes:
-        to_prepare: lengths of sentences that are compiled before the first update.
+        to_prepare: lengths of the sides of batches that are compiled before the first update.
     """
 
-    to_prepare: list[int]
+    case: Case
+    to_prepare: list[tuple[int, ...]]
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.tokens: list[Tensor | int] = []
+        self.counts: list[Tensor | int] = []
         self.losses: list[Tensor] = []
 
     def training_step(
         self: Any, model: nn.Module, inputs: dict[str, Tensor], *more: Any, **options: Any
     ) -> Tensor:
         step = super().training_step  # type: ignore[misc]
-        pad = self.model.config.pad_token_id
-        for length in self.to_prepare:
+        pad = getattr(self.model.config, "pad_token_id", None) or 0
+        for shape in self.to_prepare:
             for _ in range(_PASSES):
-                step(model, resized(inputs, length, pad), *more, **options)
+                step(model, resized(inputs, shape, pad), *more, **options)
                 self.model.zero_grad()
         self.to_prepare = []
-        self.tokens.append(tokens_of(inputs))
+        self.counts.append(count_of(inputs, self.case))
         loss: Tensor = step(model, inputs, *more, **options)
         if len(self.losses) < LOSSES:
             self.losses.append(loss.detach().float().clone())
@@ -98,7 +101,7 @@ def main() -> None:
         started = time.time()
         trainer.train()
         ended = time.time()
-    counts = torch.tensor([int(count) for count in trainer.tokens])
+    counts = torch.tensor([int(count) for count in trainer.counts])
     seconds = [after - before for before, after in zip(clock.ends, clock.ends[1:])]
     report = {
         "block_batches": BLOCK,
@@ -116,10 +119,11 @@ def trainer_of(given: argparse.Namespace, folder: str | Path) -> tuple[Any, _Clo
     case: Case = given.case
     how, updates = SYSTEMS[given.system], given.warm_up + given.updates
     torch.manual_seed(1)
-    model = built(case.model, case.work.head, case.rate)
+    model = built(case, _attention(case, how))
     if how.accelerated:
         lightseq.accelerate(model)
-    args = transformers.TrainingArguments(
+    family = "Seq2Seq" if case.work.has_target else ""
+    args = getattr(transformers, f"{family}TrainingArguments")(
         str(folder), max_steps=updates, per_device_train_batch_size=case.batch, bf16=True,
         learning_rate=2e-5, optim="adamw_torch_fused", logging_nan_inf_filter=False,
         logging_steps=max(updates, 2), save_strategy="no", report_to=[], disable_tqdm=True, seed=1,
@@ -130,14 +134,21 @@ def trainer_of(given: argparse.Namespace, folder: str | Path) -> tuple[Any, _Clo
         # By default the host waits for the GPU at each batch that it sends.
         accelerator_config={"non_blocking": True},
     )  # fmt: skip
-    kind = lightseq.Trainer if how.trainer else transformers.Trainer
+    kind = getattr(lightseq if how.trainer else transformers, f"{family}Trainer")
     clock = _Clock(given.warm_up)
-    trainer: Any = type("MeasuredTrainer", (_Measured, kind), {})(
+    trainer: Any = type("MeasuredTrainer", (_Measured, kind), {"case": case})(
         model, args, data_collator=collator(case, how.multiple),
-        train_dataset=Sentences(case, min(updates * case.batch, MOST)), callbacks=[clock],
+        train_dataset=dataset(case, min(updates * case.batch, MOST)), callbacks=[clock],
     )  # fmt: skip
     trainer.to_prepare = shapes(case, given.system)
     return trainer, clock
+
+
+def _attention(case: Case, how: System) -> str:
+    """The attention of a system: sdpa, compiled without masks that are not needed."""
+    if how.mode is None or (case.has_pads and not case.work.has_target):
+        return "sdpa"
+    return WITHOUT_CAUSAL_MASK if case.work.has_target else WITHOUT_MASK
 
 
 if __name__ == "__main__":
