@@ -6,7 +6,7 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +77,11 @@ class Batch:
         for start, tensor in self.large:
             view = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             view.copy_(tensor, non_blocking=True)
+
+    def with_rng(self, rng: Tensor) -> Batch:
+        """With another rng, int64 [2], which may be on the device."""
+        (start,) = (part.start for part in self.parts if part.name == "/rng")
+        return replace(self, large=(*self.large, (start, rng)))
 
     def open(self, block: Tensor) -> tuple[dict[str, Tensor], dict[str, Segments], Tensor]:
         """The collator's tensors, the segments and the rng of the pass, as views of ``block``: its

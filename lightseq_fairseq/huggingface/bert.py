@@ -190,11 +190,10 @@ class Bert:
 
         rng: int64 [2] on the device; None: there are no gradients. rates: of the dropout.
         """
-        words = model.embeddings.word_embeddings.weight
 
         def compute(tensors: Any, sides: Any, rng: Tensor) -> Tensor:
             segments, layers = sides["source"], self.layers(model)
-            read_copies(layers, words)
+            read_copies(layers, model.embeddings.word_embeddings.weight)
             x = self.embedded(
                 model, segments, rng, tensors["input_ids"], tensors.get("token_type_ids"),
                 tensors.get("position_ids"),
@@ -205,7 +204,7 @@ class Bert:
         key = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind), tuple(rates)
         if rng is None:
             return self._features.features(model, device, batch, key, compute)
-        return self._passes.features(model, device, batch, rng, key, compute)
+        return self._passes.features(model, device, batch.with_rng(rng), key, compute)
 
     def _has_own_tables(self, model: Any, length: int) -> bool:
         """Whether nothing has changed what the embeddings compute, for so many positions."""

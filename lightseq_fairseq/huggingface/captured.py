@@ -9,8 +9,7 @@ Shapes: N = elements of the parameter buffer, including alignment gaps.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from lightseq_fairseq.huggingface.accelerated import Accelerated
 from lightseq_fairseq.huggingface.adamw import LightseqAdamW
 from lightseq_fairseq.huggingface.batch import Batch
 from lightseq_fairseq.huggingface.calls import GIVEN, GivenPass
+from lightseq_fairseq.huggingface.copies import replaced
 from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.memory.parameters import FlatBuffer, flatten_parameters, give_own_storages
@@ -81,7 +81,7 @@ class CapturedStep:
         return sum(p._version for p in self._all)
 
     def gradient(
-        self, batch: Batch | None, first: bool, key: Hashable, items: Tensor | None,
+        self, batch: Batch | None, first: bool, key: Hashable, items: float | None,
         function: Callable[[Any, Any], Tensor], inputs: Any = None,
     ) -> Tensor:  # fmt: skip
         """Add the gradient of a micro-batch, without waiting for the device; returns its loss [].
@@ -93,15 +93,16 @@ class CapturedStep:
                 graph is captured.
             first: of the update; it overwrites the gradient.
             key: all else on which the work depends.
-            items: [], a number that the function reads, or None.
+            items: a number that the function gets as a tensor [], or None.
             function: takes the collator's tensors and ``items``, calls backward, returns the loss.
         """
         if first:
             self._prepare()
+        given_items = None if items is None else self._items.fill_(items)
         if batch is None:
-            loss = self._compute(GivenPass(None, None), first, function, inputs, items)
+            loss = self._compute(GivenPass(None, None), first, function, inputs, given_items)
         else:
-            loss = self._launch(batch, first, key, items, function)
+            loss = self._launch(batch, first, key, given_items, function)
         if first and not self._knows_unused:
             self._leave_out_unused()
         return loss
@@ -111,14 +112,11 @@ class CapturedStep:
         function: Callable[[Any, Any], Tensor],
     ) -> Tensor:  # fmt: skip
         block = self._sent(batch)
-        if items is not None:
-            self._items.copy_(items)
-        given_items = None if items is None else self._items
 
         def run() -> Tensor:
             tensors, segments, rng = batch.open(block)
             given = GivenPass(segments, rng)
-            return self._compute(given, first, function, tensors, given_items)
+            return self._compute(given, first, function, tensors, items)
 
         shapes = (batch.parts, first, key, items is None)
         # The first batch of a number of rows runs eagerly, since cuBLASLt then times algorithms.
@@ -154,7 +152,7 @@ class CapturedStep:
         token = GIVEN.set(given)
         try:
             with (
-                _replaced(self.model, self._read),
+                replaced(self.model, self._read),
                 Pass(self._gradients).entered(),
                 self._gradients.write(accumulate=not first),
             ):
@@ -175,21 +173,3 @@ class CapturedStep:
             self._whole, self._gradients.flat, self._low.data if self._dtype else None
         )
         return self.optimizer.clip_given(max_norm)
-
-
-@contextlib.contextmanager
-def _replaced(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
-    """Within the block, modules have other tensors in place of their parameters, by their id."""
-    before = [
-        (module._parameters, name, parameter)
-        for module in (model.modules() if tensors else ())
-        for name, parameter in module._parameters.items()
-        if id(parameter) in tensors
-    ]
-    for place, name, parameter in before:
-        place[name] = tensors[id(parameter)]  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for place, name, parameter in before:
-            place[name] = parameter

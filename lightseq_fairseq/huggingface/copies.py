@@ -7,11 +7,12 @@ and files of safetensors lack parameters that share a storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _ALIGNMENT = 128  # elements; kernels read 16 bytes at a time, TMA needs up to 256
 
@@ -34,6 +35,24 @@ def copies(blocks: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> dict[int, 
         return {}
     made = _Copies.apply(offsets, end, dtype, *parameters)
     return {id(p): copy for p, copy in zip(parameters, made, strict=True)}
+
+
+@contextlib.contextmanager
+def replaced(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
+    """Within the block, modules have other tensors in place of parameters: ``tensors[id]``."""
+    before = [
+        (module._parameters, name, parameter)
+        for module in (model.modules() if tensors else ())
+        for name, parameter in module._parameters.items()
+        if id(parameter) in tensors
+    ]
+    for place, name, parameter in before:
+        place[name] = tensors[id(parameter)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for place, name, parameter in before:
+            place[name] = parameter
 
 
 class _Copies(torch.autograd.Function):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightseq_fairseq.generation.module_graphs import ModuleGraphs
 from lightseq_fairseq.huggingface.batch import Batch
 from lightseq_fairseq.huggingface.calls import GIVEN
+from lightseq_fairseq.huggingface.copies import replaced
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.memory.packing import Segments
@@ -71,12 +72,12 @@ class GradientGraphs(ModuleGraphs):
         self._parameters: list[nn.Parameter] = []
         self._searched: set[Hashable] = set()
 
-    def features(self, module: nn.Module, device: torch.device, batch: Batch, rng: Tensor,
-                 key: Hashable, compute: Compute) -> Tensor | None:  # fmt: skip
+    def features(self, module: nn.Module, device: torch.device, batch: Batch, key: Hashable,
+                 compute: Compute) -> Tensor | None:  # fmt: skip
         """What ``compute`` returns, differentiable by the module's parameters; None if another pass
         waits for its backward.
 
-        rng: int64 [2] on the device. key: all else on which the work depends.
+        key: all else on which the work depends.
         """
 
         def launch(graphs: Graphs, block: Tensor) -> Tensor:
@@ -84,25 +85,24 @@ class GradientGraphs(ModuleGraphs):
                 self._of, self._parameters = graphs, list(module.parameters())
                 self._searched.clear()
             trained = [p for p in self._parameters if p.requires_grad]
+
+            def captured() -> _Run:
+                # The graph of a pass before it may exist, and have autograd's nodes of the
+                # parameters. They belong to another stream, which a capture must not touch.
+                leaves = {id(p): p.detach().requires_grad_() for p in trained}
+                with replaced(module, leaves):
+                    return _Run(compute(*batch.open(block)), list(leaves.values()))
+
             shapes = batch.parts, key, tuple(p.requires_grad for p in self._parameters)
             is_first = shapes not in self._searched
-            if is_first:  # eager, since cuBLASLt then times algorithms; the block is reused
-                block = block.clone()
-            tensors, segments, its_rng = batch.open(block)
-            its_rng.copy_(rng)
-
-            def run() -> _Run:
-                return _Run(compute(tensors, segments, its_rng), trained)
-
             with torch.enable_grad():
-                if is_first:
-                    eager = run().features
+                if is_first:  # eager, since cuBLASLt then times algorithms; the block is reused
+                    eager = compute(*batch.open(block.clone()))
                     self._searched.add(shapes)
                     return eager
-                made: _Run = graphs.launch(("forward", shapes), run, is_prepared=True)
-                replayed: Tensor = _Replayed.apply(
-                    self, graphs, made, made.features.detach().clone(), *made.trained
-                )
+                run: _Run = graphs.launch(("forward", shapes), captured, is_prepared=True)
+                copy = run.features.detach().clone()
+                replayed: Tensor = _Replayed.apply(self, graphs, run, copy, *trained)
             return replayed
 
         with self._one_by_one:
@@ -149,13 +149,13 @@ class _Run:
     Attributes:
         features: the result.
         dfeatures: its gradient, which the backward pass reads.
-        trained: the parameters whose gradients backward computes.
+        trained: leaves with the memory of the parameters whose gradients backward computes.
         number: no other pass has it.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, features: Tensor, trained: Sequence[nn.Parameter]) -> None:
+    def __init__(self, features: Tensor, trained: Sequence[Tensor]) -> None:
         self.features, self.trained = features, trained
         self.dfeatures = torch.empty_like(features)
         self.number = next(self._numbers)

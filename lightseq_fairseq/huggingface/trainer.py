@@ -99,6 +99,12 @@ class _Captured:
             loader.device = None
         return loader
 
+    def _get_num_items_in_batch(self: Any, batch_samples: Any, device: Any) -> Any:
+        """As in transformers, but a captured step gets the number on the host: a copy to the device
+        would wait for all work before it."""
+        device = "cpu" if self.model.training and self._captured_step() else device
+        return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers."""
         filters = self.args.logging_nan_inf_filter
@@ -123,9 +129,7 @@ class _Captured:
         self._micro_batch += 1
         if not model.training:
             model.train()
-        items = num_items_in_batch
-        if items is not None:
-            items = torch.as_tensor(items).to(step.device)
+        items = None if num_items_in_batch is None else float(num_items_in_batch)
 
         def function(tensors: Any, items: Any) -> Tensor:
             loss: Tensor = super(_Captured, self).training_step(model, tensors, items)  # type: ignore[misc]

@@ -248,6 +248,7 @@ def compare(name: str, device: str, dtype: torch.dtype, replays: bool) -> None:
         torch.testing.assert_close(loss, total, **tolerances)
         expected = torch.autograd.grad(mean, gradients.parameters)
         torch.testing.assert_close(found, list(expected), **tolerances)
+        del total, mean  # the next capture would meet autograd's nodes of these parameters
 
 
 def test_gradients_are_of_the_mean_loss() -> None:
