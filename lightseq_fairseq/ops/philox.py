@@ -175,28 +175,53 @@ def _blocks_of_attention_bits(
     rng: Tensor, site: int, rows: Tensor, columns: int, p: float
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields (rows of a block, 1 if kept, else 0: int32 [rows of the block, columns])."""
-    ones = torch.arange(8, device=rng.device, dtype=torch.int32)
     threshold = _attention_threshold(rng, site, p)
-    least = (threshold >> ones & 1).neg()  # all bits set, or none
-    none_kept = (threshold >> 8).neg()
+    least = [-(threshold >> i & 1) for i in range(8)]  # all bits set, or none
+    none_kept = -(threshold >> 8)
     shifts = torch.arange(32, device=rng.device, dtype=torch.int32)
     for part, numbers in _blocks(rng, site, rows, 2 * ((columns + 31) // 32)):
         words = numbers.view(torch.int32).view(len(numbers), -1, 8).bitwise_xor_(_SIGNS)
-        below = torch.zeros_like(words[..., 0])  # a bit for each column: number < threshold
+        zeros = words.bitwise_not_()
+        below = torch.zeros_like(zeros[..., 0])  # a bit for each column: number < threshold
         for i in range(8):
             # If number and threshold differ in bit i, it decides, unless a higher bit differs too.
-            zero = ~words[..., i]
-            below = (below & (zero | least[i])) | (zero & least[i])
+            zero = zeros[..., i]
+            if isinstance(threshold, Tensor):
+                below = (below & (zero | least[i])) | (zero & least[i])
+            elif least[i]:
+                below.bitwise_or_(zero)
+            else:
+                below.bitwise_and_(zero)
         bits = (~(below | none_kept))[..., None] >> shifts & 1
         yield part, bits.view(len(numbers), -1)[:, :columns]
 
 
-def _attention_threshold(rng: Tensor, site: int, p: float) -> Tensor:
-    """The threshold of attention's dropout, at most 256: int32 [1]."""
+def _attention_threshold(rng: Tensor, site: int, p: float) -> Any:
+    """The threshold of attention's dropout, at most 256: an int, on a GPU int32 [1]."""
+    if not rng.is_cuda:
+        return _first_word(rng, site) % 256 + min(round(p * 65536), 65535) >> 8
     last = torch.full((1,), -1, device=rng.device)
     ((_, numbers),) = _blocks(rng, site, last, 1, first=_WORD)
     rounding = numbers.view(torch.int32).view(-1)[:1].bitwise_xor_(_SIGNS) & 0xFF
     return rounding + min(round(p * 65536), 65535) >> 8
+
+
+def _first_word(rng: Tensor, site: int) -> int:
+    """Output word 0 of the counter (2^32 - 1, 2^32 - 1, site, micro-batch)."""
+    seed, micro_batch = rng.tolist()
+    words = (_WORD, _WORD, site & _WORD, micro_batch & _WORD)
+    for key_0, key_1 in _round_keys(seed):
+        high_0, low_0 = divmod(_MULTIPLIER_0 * words[0], 1 << 32)
+        high_1, low_1 = divmod(_MULTIPLIER_1 * words[2], 1 << 32)
+        words = (high_1 ^ words[1] ^ key_0, low_1, high_0 ^ words[3] ^ key_1, low_0)
+    return words[0]
+
+
+def _round_keys(seed: Any) -> list[tuple[Any, Any]]:
+    return [
+        (((seed & _WORD) + i * _WEYL_0) & _WORD, (((seed >> 32) & _WORD) + i * _WEYL_1) & _WORD)
+        for i in range(ROUNDS)
+    ]
 
 
 def _blocks(
@@ -224,10 +249,7 @@ def _signed_words(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups: 
     In rounds 0 and 1 most words depend only on the row or only on the group: they stay [R, 1] or
     [1, G].
     """
-    keys = [
-        (((seed & _WORD) + i * _WEYL_0) & _WORD, (((seed >> 32) & _WORD) + i * _WEYL_1) & _WORD)
-        for i in range(ROUNDS)
-    ]
+    keys = _round_keys(seed)
     row, group = (rows & _WORD)[:, None], groups[None, :]
 
     # Round 0: words [R,1], scalar, [1,G], [1,G].
