@@ -23,6 +23,9 @@ class SearchOptions:
         no_repeat_ngram: see ``repeats.block``; 0 blocks nothing.
         early_stopping: one of `STOPPING`, for the rules of transformers: see ``Stopping``. Then a
             forced token adds nothing to a score. None: fairseq's rules.
+        blocked: tokens that no result has; the probabilities of the others stay as they are.
+        forces_eos: results of the greatest length end with eos. Otherwise, by transformers' rules
+            only, these end with any token, see ``ends.end_all``.
     """
 
     beam: int
@@ -40,6 +43,8 @@ class SearchOptions:
     topp: float = 0.0
     no_repeat_ngram: int = 0
     early_stopping: bool | str | None = None
+    blocked: tuple[int, ...] = ()
+    forces_eos: bool = True
 
     @property
     def stopping(self) -> Stopping:

@@ -1,4 +1,5 @@
-"""Blocks tokens that would repeat an n-gram of their hypothesis (``--no-repeat-ngram-size``).
+"""Blocks tokens that would repeat an n-gram of their hypothesis (``--no-repeat-ngram-size``), and
+those that are always blocked.
 
 The tokens of a hypothesis are found on the device, through the ancestry, so a captured step does
 this without the host.
@@ -12,23 +13,37 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
+from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
 
 
-def block(
-    memory: SearchBuffers, logits: Tensor, scores: Tensor, size: int, temperature: float, pad: int
-) -> Tensor:
+def block(memory: SearchBuffers, logits: Tensor, scores: Tensor, options: SearchOptions) -> Tensor:
     """Write -inf into the logits [N, V] for blocked tokens; the scores [N] that go with them.
 
     fairseq blocks tokens after the softmax: the probabilities of the others stay as they are, and
     the sum is below 1. The scores are lowered by as much as the softmax of the new logits raises
     the probabilities. pad, which no search selects, is blocked in all rows.
 
-    size: n, at least 2. The n-grams include the first decoder input.
     Source: ``fairseq.ngram_repeat_block.NGramRepeatBlock``.
     """
-    rows, step = len(logits), memory.step.long()
-    position = torch.arange(memory.positions, device=logits.device)[:, None]
+    size, temperature = options.no_repeat_ngram, options.temperature
+    before = _log_sum(logits, temperature)
+    if size:
+        logits.scatter_(1, _repeats(memory, len(logits), size, options.pad).t(), -torch.inf)
+    for token in options.blocked:
+        logits[:, token] = -torch.inf
+    after = _log_sum(logits, temperature)
+    # A row without any possible token gets the score -inf, as a row whose logits are NaN.
+    return (scores + (after - before)).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+
+
+def _repeats(memory: SearchBuffers, rows: int, size: int, pad: int) -> Tensor:
+    """Tokens that would repeat an n-gram, in any order and with pads between them, int64 [P, N].
+
+    size: n, at least 2. The n-grams include the first decoder input.
+    """
+    step = memory.step.long()
+    position = torch.arange(memory.positions, device=step.device)[:, None]
     # Entries of later positions are leftovers of other batches: their rows may not exist.
     ancestors = memory.ancestry[:, :rows].long().masked_fill(position >= step, 0)
     tokens = memory.past_tokens.gather(1, ancestors)
@@ -39,12 +54,7 @@ def block(
     for offset in range(last):
         newest = tokens.index_select(0, (step - (last - 1) + offset).clamp_min(0)[None])
         repeats = repeats & (tokens[offset : offset + starts] == newest)
-    which = tokens[last : last + starts].long().masked_fill(~repeats, pad)
-    before = _log_sum(logits, temperature)
-    logits.scatter_(1, which.t(), -torch.inf)
-    after = _log_sum(logits, temperature)
-    # A row without any possible token gets the score -inf, as a row whose logits are NaN.
-    return (scores + (after - before)).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    return tokens[last : last + starts].long().masked_fill(~repeats, pad)
 
 
 def _log_sum(logits: Tensor, temperature: float) -> Tensor:

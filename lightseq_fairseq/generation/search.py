@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.generation import prompts, repeats
+from lightseq_fairseq.generation import ends, prompts, repeats
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import LazyHypothesis, Results
@@ -61,7 +61,8 @@ def search(
     if encoder is None:
         tokens = prompts.with_first(tokens, first, options, max_len)
         positions = max(positions, prompts.room(tokens.shape[1], device))
-    after_forced = 0 if forced is None else min(forced.shape[1], max_len)
+    most_forced = max_len + (not options.forces_eos)
+    after_forced = 0 if forced is None else min(forced.shape[1], most_forced)
     positions = max(positions, after_forced + 1)
     longest = tokens.shape[1]
     try:
@@ -87,10 +88,13 @@ def search(
         while left and step <= max_len:
             steps.make_room(rows, step + 1, step)
             follows = step < after_prompts
-            advance = functools.partial(_advance, steps, decoder, rows, options, follows)
-            steps.launch((rows, options, follows, table), advance)
-            left = steps.progress.unfinished(step)
+            is_last = step == max_len and not options.forces_eos
+            advance = functools.partial(_advance, steps, decoder, rows, options, follows, is_last)
+            steps.launch((rows, options, follows, table, is_last), advance)
             step += 1
+            if is_last:
+                break
+            left = steps.progress.unfinished(step - 1)
             if left and bucket(left * beam, device) < rows:
                 rows = bucket(left * beam, device)
                 _compact(memory, step, rows // beam, beam)
@@ -125,12 +129,13 @@ def _start(
 
 
 def _advance(
-    steps: StepDecoder, decoder: Any, rows: int, options: SearchOptions, follows: bool
-) -> None:
+    steps: StepDecoder, decoder: Any, rows: int, options: SearchOptions, follows: bool,
+    is_last: bool,
+) -> None:  # fmt: skip
     """One step of all hypotheses, on buffers at fixed addresses.
 
     follows: a prompt or the forced tokens may be longer than the hypotheses. Then min_len is
-    ignored, as in fairseq.
+    ignored, as in fairseq. is_last: all hypotheses end, see ``ends.end_all``.
     """
     memory, beam = steps.memory, options.beam
     x, _ = steps.features(decoder, rows, beam)
@@ -138,10 +143,10 @@ def _advance(
     logits = decoder.output_layer(x)[: slots * beam]
     scores, sentences = memory.scores[: slots * beam], memory.sentences[:slots]
     so_far = scores
-    if options.no_repeat_ngram:
-        so_far = repeats.block(
-            memory, logits, scores, options.no_repeat_ngram, options.temperature, options.pad
-        )
+    if is_last:
+        memory.progress[Progress.MAX_LEN] += 1  # any token may follow
+    if options.no_repeat_ngram or options.blocked:
+        so_far = repeats.block(memory, logits, scores, options)
     if follows:
         options = replace(options, min_len=0)
     if options.sampled:
@@ -154,9 +159,14 @@ def _advance(
             logits, so_far, memory.progress, count=2 * beam, **options.of_tokens()
         )
     if follows and memory.reads_source:
-        candidates = prompts.force(memory, options, logits, so_far, candidates)
+        # With transformers' rules a forced token adds nothing.
+        sums = so_far if options.early_stopping is None else scores
+        candidates = prompts.force(memory, options, logits, sums, candidates)
     elif follows:
         candidates = prompts.follow(memory, slots, options, candidates, logits.shape[1])
+    if is_last:
+        ends.end_all(memory, slots, options, candidates)
+        return
     ops.beam_advance(
         *candidates,
         progress=memory.progress,
