@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,8 +22,10 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.bert import Bert
 from lightseq_fairseq.huggingface.calls import GIVEN
 from lightseq_fairseq.huggingface.covered import NotCovered, Reads
+from lightseq_fairseq.huggingface.generate import is_generating, search_in
 from lightseq_fairseq.huggingface.gpt2 import Gpt2
 from lightseq_fairseq.huggingface.seq2seq import Seq2Seq
+from lightseq_fairseq.huggingface.swapped import Coverage, Swapped, subclass
 from lightseq_fairseq.huggingface.vit import Vit
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,25 +48,6 @@ _READ_PADS = ("ForQuestionAnswering",)
 
 
 @dataclass
-class Coverage:
-    """How often our layers computed, and why Hugging Face's did instead.
-
-    Attributes:
-        calls: of an accelerated forward.
-        fallbacks: reason -> how often Hugging Face's forward ran.
-    """
-
-    calls: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        lines = [f"accelerated: {self.calls} calls"]
-        lines += [f"Hugging Face's forward: {n} calls, because {why}"
-                  for why, n in self.fallbacks.most_common()]  # fmt: skip
-        return "\n".join(lines)
-
-
-@dataclass
 class _State:
     """What an accelerated encoder keeps besides its modules."""
 
@@ -78,29 +59,15 @@ class _State:
         return _State(copy.deepcopy(self.family), self.reads)
 
 
-class Accelerated:
+class Accelerated(Swapped):
     """Mixin of the encoders' classes, see `_class_of`."""
 
     _lightseq: _State
-    _original: type
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """A file has Hugging Face's object, so that it can be loaded without this package."""
-        state = {name: value for name, value in vars(self).items() if name != "_lightseq"}
-        return object.__new__, (self._original,), state
-
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = object.__new__(type(self))
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        return copied
 
 
 @functools.cache
 def _class_of(original: Any) -> Any:
-    """The subclass of a class of Hugging Face that our layers compute.
-
-    Its name and module are those of ``original``, by which transformers finds what it records.
-    """
+    """The subclass of a class of Hugging Face that our layers compute."""
     theirs: Callable[..., Any] = original.forward
 
     # torch.compile calls it as it is: what it does depends on objects of Python.
@@ -114,22 +81,17 @@ def _class_of(original: Any) -> Any:
             given = GIVEN.get()
             if given is not None and given.segments is not None:
                 raise  # the step runs again without a packed batch
-            if not reason.is_usual and str(reason) not in state.report.fallbacks:
-                warnings.warn(
-                    f"lightseq: Hugging Face's own forward runs, because {reason}.", stacklevel=2
-                )
-            state.report.fallbacks[str(reason)] += 1
+            state.report.falls_back(reason, "forward")
             return theirs(self, *args, **kwargs)
         state.report.calls += 1
         return result
 
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__,
-             "__doc__": original.__doc__, "_original": original, "forward": forward}  # fmt: skip
-    return type(original.__name__, (Accelerated, original), names)
+    return subclass(original, Accelerated, forward=forward)
 
 
 def accelerate(model: Model) -> Model:
-    """Let our layers compute a model's encoder; returns ``model`` itself.
+    """Let our layers compute a model's encoder and decoder, and our search run ``generate``;
+    returns ``model`` itself.
 
     The encoder's result has zeros in the rows of pads. Hugging Face's has numbers there that a head
     should not read.
@@ -155,28 +117,31 @@ def accelerate(model: Model) -> Model:
         kind, prefix = _FAMILIES[type(encoder).__name__]
         encoder._lightseq = _State(kind(encoder, prefix), reads)  # type: ignore[assignment]
         encoder.__class__ = _class_of(type(encoder))  # type: ignore[arg-type]
+    for module in model.modules():
+        if is_generating(module) and _is_theirs(module):
+            search_in(module)
     return model
 
 
 def report(model: nn.Module) -> Coverage:
     """How often the layers of an accelerated model computed, and why Hugging Face's did."""
     total = Coverage()
-    for encoder in _accelerated(model):
-        total.calls += encoder._lightseq.report.calls
-        total.fallbacks += encoder._lightseq.report.fallbacks
+    for module in _swapped(model):
+        total.calls += module._lightseq.report.calls
+        total.fallbacks += module._lightseq.report.fallbacks
     return total
 
 
 def restore(model: Model) -> Model:
     """Undo `accelerate`; returns ``model`` itself. Its weights are those of now."""
-    for encoder in _accelerated(model):
-        encoder.__class__ = encoder._original
-        del encoder._lightseq
+    for module in _swapped(model):
+        module.__class__ = module._original
+        del module._lightseq
     return model
 
 
-def _accelerated(model: nn.Module) -> list[Any]:
-    found = [m for m in model.modules() if isinstance(m, Accelerated)]
+def _swapped(model: nn.Module) -> list[Any]:
+    found = [m for m in model.modules() if isinstance(m, Swapped)]
     if not found:
         raise UserError(f"{type(model).__name__} is not accelerated: call lightseq.accelerate.")
     return found

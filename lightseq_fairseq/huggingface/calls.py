@@ -94,12 +94,15 @@ def check_whole(module: nn.Module) -> None:
         )
 
 
-def read_copies(layers: Layers, words: Tensor, last: LayerNorm | None = None) -> None:
+def read_copies(
+    layers: Layers, words: Tensor, last: LayerNorm | None = None, make: Any = None
+) -> torch.dtype:
     """Let layers read copies of their parameters, see `copies`: at least of those that are to be
-    side by side.
+    side by side. Returns the dtype that they read.
 
     words: of the embeddings, which read their own parameters: under autocast they are float32, as
-        Hugging Face's. last: the LayerNorm behind the layers.
+        Hugging Face's. last: the LayerNorm behind the layers. make: a `KeptCopies` in place of
+        `copies`.
     """
     parts, parameters, dtype = _read(layers, words, last)
     dtypes = {p.dtype for p in parameters}
@@ -113,10 +116,11 @@ def read_copies(layers: Layers, words: Tensor, last: LayerNorm | None = None) ->
         [p] for p in parameters
         if id(p) not in known and (dtypes != {dtype} or not p.is_contiguous())
     ]  # fmt: skip
-    made = copies(blocks, dtype)
+    made = (make or copies)(blocks, dtype)
     for part in parts:
         part.weight = made.get(id(part.weight), part.weight)
         part.bias = made.get(id(part.bias), part.bias)
+    return dtype
 
 
 def check_dtypes(layers: Layers, words: Tensor, last: LayerNorm | None = None) -> None:

@@ -25,16 +25,48 @@ def copies(blocks: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> dict[int, 
     blocks: parameters of one dtype; the copies of a block have no gaps between them.
     """
     parameters = [p for block in blocks for p in block]
+    if not parameters:
+        return {}
+    made = _Copies.apply(*_laid_out(blocks), dtype, *parameters)
+    return {id(p): copy for p, copy in zip(parameters, made, strict=True)}
+
+
+class KeptCopies:
+    """Copies at addresses that stay the same from call to call, for CUDA graphs; without gradients.
+
+    Attributes:
+        moved: whether the last call had to allocate.
+    """
+
+    def __init__(self) -> None:
+        self._flat, self.moved = torch.empty(0), False
+        self._layout: Any = None
+
+    def __call__(self, blocks: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> dict[int, Tensor]:
+        """As `copies`: the copies have the values of now."""
+        parameters = [p for block in blocks for p in block]
+        offsets, end = _laid_out(blocks)
+        shapes = [p.shape for p in parameters]
+        device = parameters[0].device if parameters else None
+        layout = offsets, shapes, dtype, device
+        self.moved = layout != self._layout
+        if self.moved:
+            self._flat, self._layout = torch.empty(end, dtype=dtype, device=device), layout
+        made = _views(self._flat, offsets, shapes)
+        if made:
+            torch._foreach_copy_(made, parameters)
+        return {id(p): copy for p, copy in zip(parameters, made, strict=True)}
+
+
+def _laid_out(blocks: Sequence[Sequence[Tensor]]) -> tuple[list[int], int]:
+    """Where each copy begins, and the size of all, in elements."""
     offsets, end = [], 0
     for block in blocks:
         end = -(-end // _ALIGNMENT) * _ALIGNMENT
         for parameter in block:
             offsets.append(end)
             end += parameter.numel()
-    if not parameters:
-        return {}
-    made = _Copies.apply(offsets, end, dtype, *parameters)
-    return {id(p): copy for p, copy in zip(parameters, made, strict=True)}
+    return offsets, end
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ class Seq2Seq:
     ) -> Any:
         from transformers.modeling_outputs import BaseModelOutput
 
-        options = options_of(model.config, given, ("use_cache",))
+        options = options_of(model.config, given, ("use_cache", "labels"))  # generate: labels
         layers: list[Any] = [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
         again = recomputes(model.layers)
         segments = self._segments("source", mask, ids, _ANY)
@@ -188,6 +188,9 @@ class Seq2Seq:
             return layers
         return [layer for layer in layers if not torch.rand([]) < model.layerdrop]
 
+    def layers(self, model: Any) -> list[Any]:
+        return [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
+
     def groups(self, model: Any) -> list[list[Tensor]]:
         """Parameters that one product reads as one."""
         return list(fused([self._layer(layer, n) for n, layer in enumerate(model.layers)]))
@@ -225,34 +228,48 @@ class Seq2Seq:
             encoder_attn_layer_norm=LayerNorm.of(layer.encoder_attn_layer_norm),
         )  # fmt: skip
 
-    def _embedding(self, model: Any, segments: Segments, ids: Tensor) -> dict[str, Any]:
-        """Arguments of ``layers.embed`` for the real tokens of ids int64 [B, L]."""
-        words, places = model.embed_tokens, model.embed_positions
-        check_table(words, self._words_class)
+    def table(self, model: Any, length: int) -> tuple[Tensor, int]:
+        """The table of positions, and its row of a sentence's first token; for ``length`` tokens.
+
+        Raises NotCovered if there are fewer positions, or something changed what they compute.
+        """
+        places = model.embed_positions
         check(places, self._places_class)
-        own = getattr(words, "embed_scale", None)
-        length = ids.shape[1]
-        if self.prefix == "M2M100":  # positions of real tokens, as in fairseq
-            first = places.padding_idx + 1
-            if first + length > len(places.weights):
-                places.make_weights(first + length + places.offset, places.embedding_dim,
-                                    places.padding_idx)  # fmt: skip
-            table = places.weights
-            is_real = ids.ne(places.padding_idx).int()
-            rows = (is_real.cumsum(1) * is_real).long() + places.padding_idx
-        else:  # columns
-            first, table = getattr(places, "offset", 0), tensor(places.weight)
+        if self.prefix != "M2M100":
             if length > self.most(model):
                 raise NotCovered("a sentence has more tokens than there are positions")
-            rows = (torch.arange(length, device=ids.device) + first).expand(ids.shape)
+            return tensor(places.weight), getattr(places, "offset", 0)
+        first = places.padding_idx + 1
+        if first + length > len(places.weights):
+            places.make_weights(first + length + places.offset, places.embedding_dim,
+                                places.padding_idx)  # fmt: skip
+        return places.weights, first
+
+    def words(self, model: Any) -> dict[str, Any]:
+        """Arguments of ``layers.embed`` that do not depend on the tokens."""
+        words = model.embed_tokens
+        check_table(words, self._words_class)
+        own = getattr(words, "embed_scale", None)
         norm = getattr(model, "layernorm_embedding", None)
-        weight = tensor(words.weight)
         return {
-            "tokens": segments.pack(ids),
-            "weight": weight,
-            "positions": segments.pack(rows),
-            "position_weight": table.to(weight.dtype),
+            "weight": tensor(words.weight),
             "scale": float(model.embed_scale if own is None else own),
             "padding_idx": -1 if words.padding_idx is None else words.padding_idx,
             "norm": None if norm is None else LayerNorm.of(norm),
+        }
+
+    def _embedding(self, model: Any, segments: Segments, ids: Tensor) -> dict[str, Any]:
+        """Arguments of ``layers.embed`` for the real tokens of ids int64 [B, L]."""
+        words, length = self.words(model), ids.shape[1]
+        table, first = self.table(model, length)
+        if self.prefix == "M2M100":  # positions of real tokens, as in fairseq
+            is_real = ids.ne(first - 1).int()
+            rows = (is_real.cumsum(1) * is_real).long() + first - 1
+        else:  # columns
+            rows = (torch.arange(length, device=ids.device) + first).expand(ids.shape)
+        return {
+            **words,
+            "tokens": segments.pack(ids),
+            "positions": segments.pack(rows),
+            "position_weight": table.to(words["weight"].dtype),
         }

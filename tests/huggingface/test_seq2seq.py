@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +95,12 @@ def test_random_models_and_batches(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generation_and_evaluation(family: str) -> None:
-    """They make caches, which are Hugging Face's."""
+def test_evaluation(family: str) -> None:
+    """It makes a cache, which is Hugging Face's."""
     torch.manual_seed(4)
     plain = build(family).eval()
     ours = lightseq.accelerate(copy.deepcopy(plain))
     batch = batch_of(random.Random(5))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="lightseq")
-        words = [
-            model.generate(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
-                num_beams=2, max_length=9,
-            )
-            for model in (plain, ours)
-        ]  # fmt: skip
-    assert torch.equal(*words)
     with torch.no_grad():
         losses = [model(**batch).loss for model in (plain, ours)]
         fast = ours(**batch, use_cache=False).loss
@@ -119,7 +108,7 @@ def test_generation_and_evaluation(family: str) -> None:
     torch.testing.assert_close(fast, losses[0], atol=1e-5, rtol=1e-5)
     coverage = lightseq.report(ours)
     # With labels only M2M-100 makes a cache.
-    assert coverage.calls == 1 + (1 if family == "M2M100" else 2) + 2
+    assert coverage.calls == (1 if family == "M2M100" else 2) + 2
     assert all("cache" in reason for reason in coverage.fallbacks)
 
 
