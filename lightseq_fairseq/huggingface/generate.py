@@ -32,9 +32,10 @@ _CLASSES = (
     "PegasusForConditionalGeneration",
     "MarianMTModel",
 )
-# Arguments of the loop that change nothing, or that are read here.
-_READ = ("attention_mask", "encoder_outputs", "use_cache", "cache", "past_key_values",
-         "cache_position", "output_attentions", "output_hidden_states", "labels")  # fmt: skip
+# Arguments of the loop that change nothing, or that are read here or by the encoder.
+_READ = ("attention_mask", "inputs_embeds", "encoder_outputs", "labels", "use_cache", "cache",
+         "past_key_values", "cache_position", "output_attentions",
+         "output_hidden_states")  # fmt: skip
 _CACHES = ("cache", "past_key_values", "cache_params")  # a user's own
 _MOST_BLOCKED = 64  # each is a kernel
 _NOT_MADE = (

@@ -104,7 +104,8 @@ class Seq2Seq:
     ) -> Any:
         from transformers.modeling_outputs import BaseModelOutput
 
-        options = options_of(model.config, given, ("use_cache", "labels"))  # generate: labels
+        # Seq2SeqTrainer gives generate the labels, which reach the encoder.
+        options = options_of(model.config, given, ("use_cache", "labels"))
         layers: list[Any] = [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
         again = recomputes(model.layers)
         segments = self._segments("source", mask, ids, _ANY)

@@ -309,6 +309,10 @@ def test_given_parts_of_the_encoder(bart: tuple[Any, Any]) -> None:
         assert_same(ours.generate(**batch, **options), expected)
     assert_same(ours.generate(**batch, **options), expected)
     assert not lightseq.report(ours).fallbacks
+    words = ours.get_input_embeddings()(batch["input_ids"])
+    with one_warning("Hugging Face's own forward runs"):  # that of the encoder
+        found = ours.generate(inputs_embeds=words, attention_mask=mask, **options)
+    assert_same(found, expected)
 
 
 def test_what_a_result_lacks(bart: tuple[Any, Any]) -> None:
