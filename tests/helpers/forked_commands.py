@@ -1,6 +1,7 @@
 """This package's commands, run in processes forked from one that has imported torch and fairseq.
 
-These imports take most of the time of a small run. `path` is a PATH on which ``lightseq-train`` and
+These imports take most of the time of a small run, and most of the rest is fairseq's configuration,
+which the server composes, too (`compositions`). `path` is a PATH on which ``lightseq-train`` and
 the others are scripts of this module. Such a script passes its arguments, environment, folder and
 open files to the server, which forks; it ends as the forked process ends.
 """
@@ -25,6 +26,13 @@ from importlib import metadata
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
+MODULES = (
+    "torch._dynamo",
+    "lightseq_fairseq.plugins",
+    "matplotlib.figure",
+    "fairseq.quantization_utils",
+    "sacrebleu",
+)
 SCRIPT = """#!{python} -IS
 import json, os, socket, sys
 name, *words = sys.argv
@@ -84,8 +92,9 @@ def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | 
         os.fsync = lambda number: None  # as in conftest.py
         exec(before, {})
         # And so torch and fairseq.
-        for module in ("torch._dynamo", "lightseq_fairseq.plugins", "matplotlib.figure"):
+        for module in MODULES:
             importlib.import_module(module)
+        compose()
         gc.freeze()  # the forked processes need not go through what they share
         waiting.register(sys.stdin, selectors.EVENT_READ)
         waiting.register(listener, selectors.EVENT_READ)
@@ -122,6 +131,26 @@ def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | 
                 waiting.unregister(connection)
                 connection.sendall(b"%d" % status)
             connection.close()
+
+
+def compose() -> None:
+    """Composes the usual configurations, which the forked processes then copy."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    importlib.import_module("helpers.compositions")
+    del sys.path[0]
+    from fairseq import options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    train, generate = options.get_training_parser, options.get_generation_parser
+    recipe = "--arch ls_transformer --optimizer ls_adam --lr-scheduler inverse_sqrt --criterion "
+    for parser, words in (
+        (train, f"{recipe} ls_label_smoothed_cross_entropy"),
+        (train, f"{recipe} ls_cross_entropy --task language_modeling"),
+        (generate, "--path x"),
+        (generate, "--path x --task language_modeling"),
+    ):
+        args = options.parse_args_and_arch(parser(), ["data", *words.split()])
+        convert_namespace_to_omegaconf(args)
 
 
 def run(words: list[str], folder: str, environment: dict[str, str]) -> None:
