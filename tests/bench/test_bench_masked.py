@@ -371,7 +371,7 @@ def test_mix_once(texts: Path, tmp_path: Path) -> None:
 
 def test_sentences_once(texts: Path, tmp_path: Path) -> None:
     systems = ("ours", "fairseq_no_cudnn")
-    _, found = bench_once(tmp_path, TUNED, systems, *words_of(texts))
+    _, found = bench_once(tmp_path, TUNED, systems, *words_of(texts), interval=10)
     for row in found.values():
         assert 300 < row["target_tokens"] < 600  # of eight sentences
         assert row["sentences_per_s"] == pytest.approx(8e3 / row["ms_per_step"], abs=1)

@@ -270,8 +270,9 @@ def test_graph_computes_what_the_model_computes(name: str, replays: bool) -> Non
 def test_verses_once(corpora: Path, tmp_path: Path) -> None:
     systems = ("ours", "fairseq_no_cudnn")
     _, found = bench_once(
-        tmp_path, VERSES, systems, "--seq2seq", corpora, "--pairs", PAIRS, "--vocabulary", WORDS
-    )
+        tmp_path, VERSES, systems, "--seq2seq", corpora, "--pairs", PAIRS, "--vocabulary", WORDS,
+        interval=10,
+    )  # fmt: skip
     assert set(found) == set(systems)
     for row in found.values():
         assert 100 < row["target_tokens"] < 300 and row["sentences_per_s"] > 0  # of four pairs

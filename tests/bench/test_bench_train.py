@@ -392,7 +392,7 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
 
 def test_fp8_once(small: corpus.Corpus, tmp_path: Path) -> None:
     systems = ("ours", "fairseq_no_cudnn")
-    done, found = bench_once(tmp_path, "tiny/256/fp8", systems, *words_of(small))
+    done, found = bench_once(tmp_path, "tiny/256/fp8", systems, *words_of(small), interval=10)
     assert "tiny/256/fp8 without fairseq_no_cudnn: only lightseq-train has --fp8." in done.stderr
     assert set(found) == {"ours"}
     assert found["ours"]["case"] == "tiny/256/fp8" and found["ours"]["tokens_per_s"] > 0
@@ -402,7 +402,7 @@ def test_fp8_once(small: corpus.Corpus, tmp_path: Path) -> None:
 def test_two_ranks(small: corpus.Corpus, tmp_path: Path) -> None:
     systems = ("ours", "fairseq_no_cudnn")
     done, found = bench_once(
-        tmp_path, "tiny/256/bf16/x2", (*systems, "torch_compile"), *words_of(small)
+        tmp_path, "tiny/256/bf16/x2", (*systems, "torch_compile"), *words_of(small), interval=10
     )
     assert "x2 without torch_compile: this baseline trains on one GPU only." in done.stderr
     assert set(found) == set(systems)

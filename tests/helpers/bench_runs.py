@@ -16,7 +16,8 @@ from helpers import forked_commands, parity  # prepares fairseq
 from torch import Tensor
 
 from lightseq_fairseq.cli import bench
-from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case
+from lightseq_fairseq.cli.benchmark.train import cases, commands
+from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, SYSTEMS, Case
 from lightseq_fairseq.cli.benchmark.train.commands import command
 from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.argv import without_prefixes
@@ -37,15 +38,22 @@ def bench_forked(*words: object) -> Result:
 
 
 def bench_once(
-    folder: Path, case: str, systems: Sequence[str], *corpus: object
+    folder: Path, case: str, systems: Sequence[str], *corpus: object, interval: int = LOG_INTERVAL
 ) -> tuple[Any, dict[str, Any]]:
     """The result of ``lightseq-bench train``, and its rows by system; ``corpus`` holds further
-    words. Few updates are profiled, since profiles of a CPU are long to read."""
+    words. Few updates are profiled, since profiles of a CPU are long to read.
+
+    interval: updates of the warm-up and of the measurement; of systems that are compiled, and of a
+        row that has the time of 100 updates, those of the log's interval."""
     output = folder / "rows.json"
-    with mock.patch.dict(SYSTEMS, {name: how._replace(marks=4) for name, how in SYSTEMS.items()}):
+    with (
+        mock.patch.dict(SYSTEMS, {name: how._replace(marks=4) for name, how in SYSTEMS.items()}),
+        mock.patch.object(cases, "LOG_INTERVAL", interval),
+        mock.patch.object(commands, "LOG_INTERVAL", interval),
+    ):
         done = bench_forked(
             "train", "--case", case, "--systems", ",".join(systems),
-            "--updates", 40, "--warm-up", 5, "--rounds", 1, "--workers", 0, *corpus,
+            "--updates", interval, "--warm-up", interval, "--rounds", 1, "--workers", 0, *corpus,
             "--output", output, "--logs", folder / "logs",
         )  # fmt: skip
     return done, {row["system"]: row for row in json.loads(output.read_text())}
