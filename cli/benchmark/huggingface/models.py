@@ -120,4 +120,7 @@ def built(case: Case, attention: str = "sdpa") -> Any:
     model = MODELS[case.model]
     head = model.heads[case.kind]
     options = {"add_pooling_layer": False} if head == "Model" else {}
-    return getattr(transformers, model.family + head)(configuration(case, attention), **options)
+    made = getattr(transformers, model.family + head)(configuration(case, attention), **options)
+    # Else GPT-2 warns of a missing type, which cuts the compiled graph in pieces.
+    made.loss_type = made.loss_type or "ForCausalLM"
+    return made
