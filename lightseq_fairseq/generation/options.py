@@ -23,7 +23,9 @@ class SearchOptions:
         no_repeat_ngram: see ``repeats.block``; 0 blocks nothing.
         early_stopping: one of `STOPPING`, for the rules of transformers: see ``Stopping``. Then a
             forced token adds nothing to a score. None: fairseq's rules.
-        blocked: tokens that no result has; the probabilities of the others stay as they are.
+        blocked: tokens that no result has.
+        renormalizes: the probabilities of the tokens that are not blocked, not repeated n-grams and
+            not an eos before ``min_len`` add up to 1. Otherwise these stay as they are.
         forces_eos: results of the greatest length end with eos. Otherwise, by transformers' rules
             only, these end with any token, see ``ends.end_all``.
     """
@@ -44,6 +46,7 @@ class SearchOptions:
     no_repeat_ngram: int = 0
     early_stopping: bool | str | None = None
     blocked: tuple[int, ...] = ()
+    renormalizes: bool = False
     forces_eos: bool = True
 
     @property
@@ -55,6 +58,11 @@ class SearchOptions:
         # Without a reward for length, no total of a result exceeds that of the current length.
         shrinks = found == Stopping.LONGEST and self.length_penalty <= 0
         return Stopping.CURRENT if shrinks else found
+
+    @property
+    def blocks(self) -> bool:
+        """Whether ``repeats.block`` has anything to do."""
+        return bool(self.no_repeat_ngram or self.blocked or (self.renormalizes and self.min_len))
 
     def of_tokens(self) -> dict[str, Any]:
         """The arguments that ``ops.beam_candidates`` and ``ops.beam_sample`` have in common."""

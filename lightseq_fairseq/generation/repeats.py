@@ -22,16 +22,22 @@ def block(memory: SearchBuffers, logits: Tensor, scores: Tensor, options: Search
 
     fairseq blocks tokens after the softmax: the probabilities of the others stay as they are, and
     the sum is below 1. The scores are lowered by as much as the softmax of the new logits raises
-    the probabilities. pad, which no search selects, is blocked in all rows.
+    the probabilities, unless the options ask for that. pad, which no search selects, is blocked in
+    all rows.
 
     Source: ``fairseq.ngram_repeat_block.NGramRepeatBlock``.
     """
     size, temperature = options.no_repeat_ngram, options.temperature
-    before = _log_sum(logits, temperature)
+    if options.renormalizes and options.min_len:
+        last = logits[:, options.eos]
+        last.masked_fill_(memory.step < options.min_len, -torch.inf)
+    before = None if options.renormalizes else _log_sum(logits, temperature)
     if size:
         logits.scatter_(1, _repeats(memory, len(logits), size, options.pad).t(), -torch.inf)
     for token in options.blocked:
         logits[:, token] = -torch.inf
+    if before is None:
+        return scores
     after = _log_sum(logits, temperature)
     # A row without any possible token gets the score -inf, as a row whose logits are NaN.
     return (scores + (after - before)).nan_to_num(-torch.inf, torch.inf, -torch.inf)

@@ -145,7 +145,7 @@ def _advance(
     so_far = scores
     if is_last:
         memory.progress[Progress.MAX_LEN] += 1  # any token may follow
-    if options.no_repeat_ngram or options.blocked:
+    if options.blocks:
         so_far = repeats.block(memory, logits, scores, options)
     if follows:
         options = replace(options, min_len=0)

@@ -269,6 +269,7 @@ class _Settings:
     blocked: set[int] = field(default_factory=set)
     forced: int | None = None
     forces_eos: bool = False
+    renormalizes: bool = False
 
     @classmethod
     def of(cls, config: Any, processors: Any, criteria: Any) -> _Settings:
@@ -307,6 +308,8 @@ class _Settings:
         from transformers.generation import logits_process as known
 
         kind, other = type(each), NotCovered(f"generate has a {type(each).__name__}")
+        if self.renormalizes:  # it is the last one
+            raise other
         if kind in (known.MinLengthLogitsProcessor, known.MinNewTokensLengthLogitsProcessor):
             if kind is known.MinLengthLogitsProcessor:
                 least = each.min_length - 1  # with the first decoder input
@@ -333,6 +336,8 @@ class _Settings:
             if _ids(each.eos_token_id) != [self.eos]:
                 raise NotCovered("another token than eos is forced at the end")
             self.forces_eos = True
+        elif kind is known.LogitNormalization:
+            self.renormalizes = True
         else:
             raise other
 
@@ -344,12 +349,14 @@ class _Settings:
         if len(self.blocked) > _MOST_BLOCKED:
             raise NotCovered(f"{len(self.blocked)} tokens are blocked")
         # The search itself has one token that no result has.
-        none = next(iter(self.blocked)) if len(self.blocked) == 1 else words
+        is_one = len(self.blocked) == 1 and not self.renormalizes
+        none = next(iter(self.blocked)) if is_one else words
         blocked = tuple(sorted(self.blocked)) if none == words else ()
         return SearchOptions(
             beam=self.beam, pad=none, eos=self.eos, unk=words, min_len=self.min_len,
             length_penalty=self.length_penalty, no_repeat_ngram=self.no_repeat_ngram,
-            early_stopping=self.early_stopping, blocked=blocked, forces_eos=self.forces_eos,
+            early_stopping=self.early_stopping, blocked=blocked, renormalizes=self.renormalizes,
+            forces_eos=self.forces_eos,
         )  # fmt: skip
 
 

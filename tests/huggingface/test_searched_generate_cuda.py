@@ -26,6 +26,10 @@ SEARCHES: list[dict[str, Any]] = [
         "no_repeat_ngram_size": 2, "num_return_sequences": 2, "early_stopping": "never",
     },
     {"num_beams": 1, "max_new_tokens": 7, "forced_eos_token_id": None, "bad_words_ids": [[9]]},
+    {
+        "num_beams": 4, "max_new_tokens": 9, "min_new_tokens": 3, "bad_words_ids": [[1]],
+        "renormalize_logits": True,
+    },
 ]  # fmt: skip
 
 
