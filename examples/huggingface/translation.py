@@ -59,6 +59,7 @@ def main(given: Sequence[str] | None = None) -> Seq2SeqTrainer:
     )  # fmt: skip
     trainer.train()
     names = {n: word for word, n in words.items()}
+    model.eval()  # without dropout
     for (source, _), item in zip(pairs[:3], data[:3], strict=True):
         ids = torch.tensor([item["input_ids"]], device=model.device)
         found = model.generate(input_ids=ids, num_beams=4, max_length=40)[0].tolist()

@@ -138,6 +138,11 @@ class SearchedDecoder(nn.Module):
         check_whole(decoder)
         check_attention(decoder.config)
         check(self.head, nn.Linear)
+        if (
+            self.head.bias is not None
+            or self.head.weight.device != decoder.embed_tokens.weight.device
+        ):
+            raise NotCovered("the vocabulary projection has a bias or is elsewhere")
         self.layers = family.layers(decoder)
         if not self.layers:
             raise NotCovered("it has no layers")

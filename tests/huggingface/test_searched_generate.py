@@ -279,6 +279,10 @@ def another_linear(model: Any) -> None:
     model.model.decoder.layers[1].fc1.__class__ = Scaled
 
 
+def biased(model: Any) -> None:
+    model.lm_head.bias = torch.nn.Parameter(torch.arange(float(WORDS)))
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
@@ -287,6 +291,7 @@ def another_linear(model: Any) -> None:
         (another_forward, ""),
         (another_forward_inside, "the model has another forward"),
         (another_linear, "in place of Linear"),
+        (biased, "the vocabulary projection has a bias or is elsewhere"),
     ],
 )
 def test_changed_models(bart: tuple[Any, Any], change: Any, reason: str) -> None:
