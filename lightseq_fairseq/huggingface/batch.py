@@ -5,7 +5,7 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -60,16 +60,23 @@ class Batch:
 
     Attributes:
         block: uint8, on the CPU: the collator's tensors, the rng, and the boundaries of sentences.
-        parts: its tensors; batches with the same parts use the same graph.
+        parts: its tensors.
         size: of the block on the device, in bytes.
         large: tensors that follow the block there, such as images or what is on the device already,
             and where they begin.
+        lengths: of each side, such as "source": its longest sentence.
     """
 
     block: Tensor
     parts: tuple[Part, ...]
     size: int
     large: tuple[tuple[int, Tensor], ...]
+    lengths: tuple[tuple[str, int], ...]
+
+    @property
+    def shapes(self) -> Hashable:
+        """Batches with the same ones use the same graph."""
+        return self.parts, self.lengths
 
     def send(self, block: Tensor) -> None:
         """Copy it to ``block``, uint8 [size] on a device, without waiting."""
@@ -78,29 +85,31 @@ class Batch:
             view = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             view.copy_(tensor, non_blocking=True)
 
-    def with_rng(self, rng: Tensor) -> Batch:
-        """With another rng, int64 [2], which may be on the device."""
-        (start,) = (part.start for part in self.parts if part.name == "/rng")
-        return replace(self, large=(*self.large, (start, rng)))
+    def with_tensor(self, name: str, tensor: Tensor) -> Batch:
+        """With another tensor of this name and shape, which may be on the device."""
+        (start,) = (part.start for part in self.parts if part.name == name)
+        return replace(self, large=(*self.large, (start, tensor)))
+
+    def given(self, name: str) -> Tensor | None:
+        """The large tensor of which `send` copies this part, if it is one."""
+        starts = {part.start for part in self.parts if part.name == name}
+        return next((tensor for start, tensor in self.large if start in starts), None)
 
     def open(self, block: Tensor) -> tuple[dict[str, Tensor], dict[str, Segments], Tensor]:
-        """The collator's tensors, the segments and the rng of the pass, as views of ``block``: its
-        own, or a copy of it. The segments are "source" and, of a decoder, "target"."""
+        """The tensors, the segments of each side and the rng of the pass, as views of ``block``:
+        its own, or a copy of it."""
         views = {
             name: block[start : start + _size(dtype, shape)].view(dtype).view(shape)
             for name, start, dtype, shape in self.parts
         }
         segments = {}
-        for side, name in (("source", "input_ids"), ("target", "labels")):
-            if f"/{side}" in views:
-                cu_seqlens, index = views.pop(f"/{side}"), views.pop(f"/{side} rows")
-                length = views[name].shape[-1]
-                trust_boundaries(cu_seqlens, len(index), length)
-                shape = len(cu_seqlens) - 1, length
-                segments[side] = Segments(
-                    cu_seqlens, length, index % length, index, shape, bucket_len(length),
-                    has_more=True,
-                )  # fmt: skip
+        for side, length in self.lengths:
+            cu_seqlens, index = views.pop(f"/{side}"), views.pop(f"/{side} rows")
+            trust_boundaries(cu_seqlens, len(index), length)
+            shape = len(cu_seqlens) - 1, length
+            segments[side] = Segments(
+                cu_seqlens, length, index % length, index, shape, bucket_len(length), has_more=True
+            )
         return views, segments, views.pop("/rng")
 
 
@@ -119,7 +128,7 @@ def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch
             raise NotCovered(f"{name} is not a tensor")
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if "pixel_values" in inputs and ids is None:
-        return _joined({**inputs, "/rng": torch.tensor(rng, dtype=torch.int64)})
+        return _joined({**inputs, "/rng": torch.tensor(rng, dtype=torch.int64)}, {})
     if ids is None or ids.dim() < 2 or ids.numel() == 0:
         raise NotCovered("there are no input_ids [B, L]")
     for name in ("attention_mask", "labels") if host.has_target else ("attention_mask",):
@@ -141,13 +150,50 @@ def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch
     if mask is not None:
         is_real = tensors["attention_mask"].reshape(-1, length).numpy() != 0
     host.reads.check(bool(is_real.all()), bool(is_real[:, 0].all()))
-    _add(tensors, "source", is_real)
+    sides = {"source": is_real}
     if host.has_target:
         # The rows up to the last one whose label counts; no other row changes the loss.
         counts = tensors["labels"].numpy() != -100
-        _add(tensors, "target", counts[:, ::-1].cumsum(1)[:, ::-1] > 0)
+        sides["target"] = counts[:, ::-1].cumsum(1)[:, ::-1] > 0
     tensors["/rng"] = torch.tensor(rng, dtype=torch.int64)
-    return _joined(tensors)
+    return _joined(tensors, sides)
+
+
+def packed_call(
+    tensors: Mapping[str, Tensor],
+    sides: Mapping[str, tuple[Tensor | None, tuple[int, int], int]],
+    reads: Reads,
+) -> Batch:
+    """The batch of a module's call, whose rng is 0; the host waits for the masks.
+
+    sides: mask [B, L], not 0 at real tokens, or None: all are; (B, L); and the length to which its
+        sentences are filled up. reads: see `Reads`, of the first side.
+
+    Raises:
+        NotCovered: a mask has another shape, or the head reads rows of pads.
+    """
+    real = {}
+    for number, (side, (mask, shape, length)) in enumerate(sides.items()):
+        is_real = np.zeros((shape[0], length), bool)
+        is_real[:, : shape[1]] = True
+        if mask is not None:
+            if tuple(mask.shape) != shape:
+                raise NotCovered("the attention mask is not of the shape [sentences, tokens]")
+            is_real[:, : shape[1]] = mask.cpu().numpy() != 0
+        if number == 0:
+            own = is_real[:, : shape[1]]
+            reads.check(bool(own.all()), bool(own[:, 0].all()))
+        real[side] = is_real
+    return _joined({**tensors, "/rng": torch.zeros(2, dtype=torch.int64)}, real)
+
+
+def filled_length(longest: int, most: int) -> int:
+    """The length to which sentences are filled up, so that few graphs suffice.
+
+    most: tokens of a sentence for which there are positions; 0: it is not limited.
+    """
+    length = longest + -longest % _LENGTHS
+    return max(min(length, most), longest) if most else length
 
 
 def _add(tensors: dict[str, Tensor], side: str, is_real: np.ndarray) -> None:
@@ -182,9 +228,14 @@ def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return int(np.prod(shape)) * dtype.itemsize
 
 
-def _joined(tensors: Mapping[str, Tensor]) -> Batch:
-    def is_large(tensor: Tensor) -> bool:
-        return tensor.nbytes >= _LARGE or tensor.device.type != "cpu"
+def _joined(given: Mapping[str, Tensor], sides: Mapping[str, np.ndarray]) -> Batch:
+    """sides: bool [B, L], true at real tokens."""
+    tensors = dict(given)
+    for side, is_real in sides.items():
+        _add(tensors, side, is_real)
+
+    def is_large(x: Tensor) -> bool:
+        return x.nbytes >= _LARGE or x.device.type != "cpu" or x.requires_grad
 
     ordered = sorted(tensors.items(), key=lambda item: is_large(item[1]))
     parts, large, end, small = [], [], 0, 0
@@ -198,4 +249,5 @@ def _joined(tensors: Mapping[str, Tensor]) -> Batch:
     for part, (_, tensor) in zip(parts[: len(parts) - len(large)], ordered, strict=False):
         view = block[part.start : part.start + tensor.nbytes].view(tensor.dtype).view(part.shape)
         view.copy_(tensor)
-    return Batch(block, tuple(parts), end, tuple(large))
+    lengths = tuple((side, is_real.shape[1]) for side, is_real in sides.items())
+    return Batch(block, tuple(parts), end, tuple(large), lengths)

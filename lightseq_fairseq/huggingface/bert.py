@@ -6,28 +6,14 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens, C = model width,
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightseq_fairseq.huggingface.batch import Batch, Host, packed
-from lightseq_fairseq.huggingface.calls import (
-    Options,
-    check_attention,
-    check_dtypes,
-    check_whole,
-    given_segments,
-    options_of,
-    rates_of,
-    read_copies,
-    recomputes,
-    rng_of,
-    segments_of,
-    step_segments,
-)
+from lightseq_fairseq.huggingface.calls import Options, check_attention, check_whole, options_of
 from lightseq_fairseq.huggingface.covered import (
     ACTIVATIONS,
     LayerNorm,
@@ -40,15 +26,13 @@ from lightseq_fairseq.huggingface.covered import (
     tensor,
     unsupported_sizes,
 )
-from lightseq_fairseq.huggingface.graphed import FeatureGraphs, GradientGraphs, can_be_graph
 from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer
-from lightseq_fairseq.layers.embedding import embed
-from lightseq_fairseq.layers.encoder import run_encoder
+from lightseq_fairseq.huggingface.stack import Call, Stack
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import Segments
 
 
-class Bert:
+class Bert(Stack):
     """How to read one ``BertModel``, ``RobertaModel``, ``XLMRobertaModel`` or ``CamembertModel``.
 
     Args:
@@ -59,9 +43,8 @@ class Bert:
     def __init__(self, model: Any, prefix: str) -> None:
         from transformers.activations import ACT2FN
 
+        super().__init__()
         self.prefix = prefix
-        self._features = FeatureGraphs("passes of the encoder")
-        self._passes = GradientGraphs("passes of the encoder with their backward")
         self._classes: dict[str, type[nn.Module]] = {}
         for place in ("Embeddings", "Layer", "Attention", "SelfAttention", "SelfOutput",
                       "Intermediate", "Output", "Encoder"):  # fmt: skip
@@ -99,66 +82,23 @@ class Bert:
         cu_seqlens, longest = given.pop("cu_seq_lens_q", None), given.pop("max_length_q", None)
         unread = ("cu_seq_lens_k", "max_length_k", "use_cache")
         options = options_of(model.config, given, unread)
+        check_whole(model.encoder)
         like = input_ids if input_ids is not None else inputs_embeds
         assert like is not None
-        shape = like.shape[0], like.shape[1]
-        check_whole(model.encoder)
-        module = model.embeddings
-        layers, again = self.layers(model), recomputes(model.encoder.layer)
-        first = getattr(module.dropout, "p", 0.0) if module.dropout.training else 0.0
-        rates = rates_of(layers, first)
-        trains, rng = torch.is_grad_enabled(), None
-        if (
-            like.is_cuda and like is input_ids and cu_seqlens is None and not options.wants_states
-            and not again and (trains or not any(rates)) and can_be_graph(model)
-            and self._has_own_tables(model, shape[1])
-        ):  # fmt: skip
-            check_dtypes(layers, module.word_embeddings.weight)
-            inputs = {"input_ids": input_ids, "attention_mask": attention_mask,
-                      "token_type_ids": token_type_ids, "position_ids": position_ids}  # fmt: skip
-            batch = self.on_host(model, reads, inputs)
-            rng = rng_of(rates, like.device) if trains else None
-            features = self.from_graph(model, batch, like.device, rng, rates)
-            if features is not None:
-                return self._result(model, options, features[:, : shape[1]], [])
-        segments = step_segments("source", shape)
-        if segments is None and cu_seqlens is not None:
-            segments = given_segments(cu_seqlens, longest, attention_mask, shape)
-        elif segments is None:
-            segments = segments_of(attention_mask, shape, like.device, reads)
-        read_copies(layers, module.word_embeddings.weight)
-        # From here on nothing raises NotCovered: Hugging Face's forward would draw other masks.
-        if rng is None:
-            rng = rng_of(rates, like.device)
-        x = None
-        if input_ids is not None:
-            try:
-                x = self.embedded(model, segments, rng, input_ids, token_type_ids, position_ids)
-            except NotCovered:
-                x = None  # Hugging Face's own embedding, for example with hooks (NEFTune)
-        if x is None:
-            padded = module(
-                input_ids=input_ids, position_ids=position_ids, token_type_ids=token_type_ids,
-                inputs_embeds=inputs_embeds,
-            )  # fmt: skip
-            x = segments.pack(padded)
-        states: list[Tensor] | None = [] if options.wants_states else None
-        features = self._encoded(model, layers, x, segments, rng, again, states)
-        wide = module.word_embeddings.weight.dtype
-        inner = [segments.pad(rows.to(wide)) for rows in (states or ())[:-1]]
-        return self._result(model, options, features, inner)
+        tokens = {"input_ids": input_ids, "token_type_ids": token_type_ids,
+                  "position_ids": position_ids}  # fmt: skip
 
-    def _encoded(
-        self, model: Any, layers: list[ReadEncoderLayer], x: Tensor, segments: Segments,
-        rng: Tensor, again: bool = False, states: list[Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Features [B, L, C] of embeddings x [T, C]."""
-        x = x.to(layers[0].fc1.weight.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            y = run_encoder(
-                layers, None, x, segments, rng, checkpoint_activations=again, states=states
-            )
-        return segments.pad(y.to(model.embeddings.word_embeddings.weight.dtype))
+        def embedded() -> Tensor:
+            """Hugging Face's own embedding, for example with hooks (NEFTune)."""
+            padded: Tensor = model.embeddings(**tokens, inputs_embeds=inputs_embeds)
+            return padded
+
+        features, states = self.run(model, reads, Call(
+            (like.shape[0], like.shape[1]), like.device, options, model.encoder.layer,
+            {} if input_ids is None else {n: x for n, x in tokens.items() if x is not None},
+            attention_mask, embedded, None if cu_seqlens is None else (cu_seqlens, longest),
+        ))  # fmt: skip
+        return self._result(model, options, features, states[:-1])
 
     def _result(self, model: Any, options: Options, features: Tensor, inner: list[Tensor]) -> Any:
         from transformers.modeling_outputs import (
@@ -172,47 +112,20 @@ class Bert:
             result["hidden_states"] = (*inner, features)
         return result if options.returns_dict else result.to_tuple()
 
-    def on_host(self, model: Any, reads: Reads, inputs: dict[str, Tensor | None]) -> Batch:
-        """A padded batch, packed on the host, which waits for its mask. Raises NotCovered as
-        `forward`."""
-        given = {name: x for name, x in inputs.items() if x is not None}
-        if "attention_mask" in given:
-            given["attention_mask"] = given["attention_mask"].cpu()
-        pad = model.config.pad_token_id or 0
-        return packed(given, Host(pad, reads, self.most(model)), (0, 0))
+    def weight(self, model: Any) -> Tensor:
+        weight: Tensor = model.embeddings.word_embeddings.weight
+        return weight
 
-    def from_graph(
-        self, model: Any, batch: Batch, device: torch.device, rng: Tensor | None,
-        rates: Sequence[float],
-    ) -> Tensor | None:  # fmt: skip
-        """Features [B, L, C], by CUDA graphs if there is a GPU; None if another pass waits for its
-        backward.
+    def rate(self, model: Any) -> float:
+        dropout = model.embeddings.dropout
+        return float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
 
-        rng: int64 [2] on the device; None: there are no gradients. rates: of the dropout.
-        """
-
-        def compute(tensors: Any, sides: Any, rng: Tensor) -> Tensor:
-            segments, layers = sides["source"], self.layers(model)
-            read_copies(layers, model.embeddings.word_embeddings.weight)
-            x = self.embedded(
-                model, segments, rng, tensors["input_ids"], tensors.get("token_type_ids"),
-                tensors.get("position_ids"),
-            )  # fmt: skip
-            return self._encoded(model, layers, x, segments, rng)
-
-        kind = device.type
-        key = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind), tuple(rates)
-        if rng is None:
-            return self._features.features(model, device, batch, key, compute)
-        return self._passes.features(model, device, batch.with_rng(rng), key, compute)
-
-    def _has_own_tables(self, model: Any, length: int) -> bool:
-        """Whether nothing has changed what the embeddings compute, for so many positions."""
+    def can_be_graph(self, model: Any, call: Call) -> bool:
         try:
             self._tables(model.embeddings)
         except NotCovered:
             return False
-        return length <= self.most(model)
+        return call.shape[1] <= self.most(model)
 
     def _tables(self, module: Any) -> list[Any]:
         """The embeddings of words, positions and types."""
@@ -236,8 +149,6 @@ class Bert:
 
     def layers(self, model: Any) -> list[ReadEncoderLayer]:
         self._check(model.encoder, "Encoder")
-        if not len(model.encoder.layer):
-            raise NotCovered("it has no layers")
         check_attention(model.config)
         return [
             self._layer(layer, place * SITES_PER_LAYER)
@@ -275,16 +186,11 @@ class Bert:
             activation=self._activation, site=site,
         )  # fmt: skip
 
-    def embedded(
-        self, model: Any, segments: Segments, rng: Tensor, ids: Tensor,
-        types: Tensor | None, positions: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """The embeddings of the real tokens, [T, C].
-
-        ids: int64 [B, L], tokens. types, positions: the same of their types and positions, or None
-            for Hugging Face's own.
-        """
-        module = model.embeddings
+    def embedding(
+        self, model: Any, segments: Segments, tokens: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        module, ids = model.embeddings, tokens["input_ids"]
+        types, positions = tokens.get("token_type_ids"), tokens.get("position_ids")
         tables = self._tables(module)
         words, places, kinds = (tensor(table.weight) for table in tables)
         if positions is not None:
@@ -304,11 +210,15 @@ class Bert:
         else:
             sums = (kinds[:, None] + places).flatten(0, 1)
             rows = rows + segments.pack(types.expand(ids.shape)) * len(places)
-        pad = -1 if tables[0].padding_idx is None else tables[0].padding_idx
-        return embed(
-            segments.pack(ids), words, rows, sums, scale=1.0, padding_idx=pad,
-            p=rate(module.dropout), rng=rng, site=0, norm=LayerNorm.of(module.LayerNorm),
-        )  # fmt: skip
+        return {
+            "tokens": segments.pack(ids),
+            "weight": words,
+            "positions": rows,
+            "position_weight": sums,
+            "scale": 1.0,
+            "padding_idx": -1 if tables[0].padding_idx is None else tables[0].padding_idx,
+            "norm": LayerNorm.of(module.LayerNorm),
+        }
 
     def most(self, model: Any) -> int:
         """Tokens of a sentence for which there are positions."""

@@ -168,10 +168,11 @@ def segments_of(
 
 
 def step_segments(side: str, shape: tuple[int, int]) -> Segments | None:
-    """What a captured step has packed of a batch [B, L]; None outside of a step."""
+    """What a captured step has packed of a batch [B, L]; None outside of a step, and of images."""
     step = GIVEN.get()
-    if step is None or step.segments is None:
+    if step is None or side not in (step.segments or ()):
         return None
+    assert step.segments is not None
     if shape != step.segments[side].shape:
         raise NotCovered("a part of the model is called with another batch than the model")
     return step.segments[side]

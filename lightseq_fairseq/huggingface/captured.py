@@ -118,7 +118,7 @@ class CapturedStep:
             given = GivenPass(segments, rng)
             return self._compute(given, first, function, tensors, items)
 
-        shapes = (batch.parts, first, key, items is None)
+        shapes = (batch.shapes, first, key, items is None)
         # The first batch of a number of rows runs eagerly, since cuBLASLt then times algorithms.
         sizes = tuple(part.shape for part in batch.parts)
         is_prepared = sizes in self._searched

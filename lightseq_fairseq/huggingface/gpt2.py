@@ -6,23 +6,13 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens, C = model width.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.huggingface.calls import (
-    check_attention,
-    check_whole,
-    given_segments,
-    options_of,
-    rates_of,
-    read_copies,
-    recomputes,
-    rng_of,
-    segments_of,
-    step_segments,
-)
+from lightseq_fairseq.huggingface.calls import check_attention, check_whole, options_of
 from lightseq_fairseq.huggingface.covered import (
     ACTIVATIONS,
     LayerNorm,
@@ -36,19 +26,21 @@ from lightseq_fairseq.huggingface.covered import (
     unsupported_sizes,
 )
 from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer
-from lightseq_fairseq.layers.embedding import embed
-from lightseq_fairseq.layers.encoder import run_encoder
+from lightseq_fairseq.huggingface.stack import Call, Stack
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import Segments
 
 
-class Gpt2:
+class Gpt2(Stack):
     """How to read one ``GPT2Model``."""
+
+    causal = True
 
     def __init__(self, model: Any, prefix: str) -> None:
         from transformers.activations import ACT2FN
         from transformers.pytorch_utils import Conv1D
 
+        super().__init__()
         self._classes = vars(sys.modules[type(model).__module__])
         self._conv = Conv1D
         self._activation = ACTIVATIONS[model.config.activation_function]
@@ -102,52 +94,51 @@ class Gpt2:
             model.config, given, ("cu_seq_lens_k", "max_length_k", "cache_position")
         )
         check_whole(model)
-        check_attention(model.config)
-        if not len(model.h):
-            raise NotCovered("it has no layers")
-        layers = [self._layer(block, n * SITES_PER_LAYER) for n, block in enumerate(model.h, 1)]
-        last, again = LayerNorm.of(model.ln_f), recomputes(model.h)
-        shape = input_ids.shape[0], input_ids.shape[1]
-        segments = step_segments("source", shape)
-        if segments is None and cu_seqlens is not None:
-            segments = given_segments(cu_seqlens, longest, mask, shape)
-        elif segments is None:
-            segments = segments_of(mask, shape, input_ids.device, reads)
-        words = self._embedding(model, segments, input_ids, positions)
-        read_copies(layers, model.wte.weight, last)
-        dropout = rate(model.drop)
-        rng = rng_of(rates_of(layers, dropout), input_ids.device)
-        x = embed(**words, scale=1.0, p=dropout, rng=rng, site=0).to(layers[0].fc1.weight.dtype)
-        states: list[Tensor] | None = [] if options.wants_states else None
-        with torch.autocast(input_ids.device.type, enabled=False):
-            y = run_encoder(
-                layers, last, x, segments, rng, causal=True, checkpoint_activations=again,
-                states=states,
-            )  # fmt: skip
-        wide = model.wte.weight.dtype
-        result = Output(last_hidden_state=segments.pad(y.to(wide)))
-        if states is not None:
-            inner = [segments.pad(rows.to(wide)) for rows in states[:-1]]
-            result["hidden_states"] = (*inner, result.last_hidden_state)
+        tokens = {"input_ids": input_ids, "position_ids": positions}
+        features, states = self.run(model, reads, Call(
+            (input_ids.shape[0], input_ids.shape[1]), input_ids.device, options, model.h,
+            {name: x for name, x in tokens.items() if x is not None}, mask,
+            packed=None if cu_seqlens is None else (cu_seqlens, longest),
+        ))  # fmt: skip
+        result = Output(last_hidden_state=features)
+        if options.wants_states:
+            result["hidden_states"] = (*states[:-1], features)
         return result if options.returns_dict else result.to_tuple()
 
-    def _embedding(
-        self, model: Any, segments: Segments, ids: Tensor, positions: Tensor | None
+    def layers(self, model: Any) -> list[ReadEncoderLayer]:
+        check_attention(model.config)
+        return [self._layer(block, n * SITES_PER_LAYER) for n, block in enumerate(model.h, 1)]
+
+    def last(self, model: Any) -> LayerNorm:
+        return LayerNorm.of(model.ln_f)
+
+    def weight(self, model: Any) -> Tensor:
+        weight: Tensor = model.wte.weight
+        return weight
+
+    def rate(self, model: Any) -> float:
+        return rate(model.drop)
+
+    def can_be_graph(self, model: Any, call: Call) -> bool:
+        return call.shape[1] <= self.most(model)
+
+    def embedding(
+        self, model: Any, segments: Segments, tokens: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Arguments of ``layers.embed`` for the real tokens of ids int64 [B, L]."""
+        ids, positions = tokens["input_ids"], tokens.get("position_ids")
         for table in (model.wte, model.wpe):
             check_table(table)
         if positions is None:
             if ids.shape[1] > self.most(model):
                 raise NotCovered("a sentence has more tokens than there are positions")
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        pad = model.wte.padding_idx
         return {
             "tokens": segments.pack(ids),
             "weight": tensor(model.wte.weight),
             "positions": segments.pack(positions.expand(ids.shape)),
             "position_weight": tensor(model.wpe.weight),
-            "padding_idx": -1 if pad is None else pad,
+            "scale": 1.0,
+            "padding_idx": -1 if model.wte.padding_idx is None else model.wte.padding_idx,
         }
 
     def _check(self, module: nn.Module, name: str) -> None:

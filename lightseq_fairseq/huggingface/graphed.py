@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightseq_fairseq.generation.module_graphs import ModuleGraphs
 from lightseq_fairseq.huggingface.batch import Batch
-from lightseq_fairseq.huggingface.calls import GIVEN
 from lightseq_fairseq.huggingface.copies import replaced
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.memory.graphs import Graphs
@@ -31,11 +30,9 @@ Compute = Callable[[Mapping[str, Tensor], Mapping[str, Segments], Tensor], Tenso
 _ALIGNMENT = 32  # elements, of each gradient
 
 
-def can_be_graph(module: nn.Module) -> bool:
-    """Whether its passes now can be graphs. A replica of DataParallel has no parameters."""
-    is_replica = getattr(module, "_is_replica", False)
-    in_step = GIVEN.get() is not None
-    return not is_replica and not in_step and not torch.cuda.is_current_stream_capturing()
+def captures(device: torch.device) -> bool:
+    """Whether passes on ``device`` can be graphs now."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 class FeatureGraphs(ModuleGraphs):
@@ -50,7 +47,7 @@ class FeatureGraphs(ModuleGraphs):
 
         def launch(graphs: Graphs, block: Tensor) -> Tensor:
             features: Tensor = graphs.launch(
-                (batch.parts, key), lambda: compute(*batch.open(block))
+                (batch.shapes, key), lambda: compute(*batch.open(block))
             )
             return features.clone()
 
@@ -72,12 +69,14 @@ class GradientGraphs(ModuleGraphs):
         self._parameters: list[nn.Parameter] = []
         self._searched: set[Hashable] = set()
 
-    def features(self, module: nn.Module, device: torch.device, batch: Batch, key: Hashable,
-                 compute: Compute) -> Tensor | None:  # fmt: skip
-        """What ``compute`` returns, differentiable by the module's parameters; None if another pass
-        waits for its backward.
+    def features(
+        self, module: nn.Module, device: torch.device, batch: Batch, key: Hashable,
+        compute: Compute, given: Mapping[str, Tensor],
+    ) -> Tensor | None:  # fmt: skip
+        """What ``compute`` returns, differentiable by the module's parameters and ``given``; None
+        if another pass waits for its backward.
 
-        key: all else on which the work depends.
+        key: all else on which the work depends. given: tensors of the batch, by their names.
         """
 
         def launch(graphs: Graphs, block: Tensor) -> Tensor:
@@ -90,19 +89,26 @@ class GradientGraphs(ModuleGraphs):
                 # The graph of a pass before it may exist, and have autograd's nodes of the
                 # parameters. They belong to another stream, which a capture must not touch.
                 leaves = {id(p): p.detach().requires_grad_() for p in trained}
+                tensors, sides, rng = batch.open(block)
+                inputs = {name: tensors[name].detach().requires_grad_() for name in given}
                 with replaced(module, leaves):
-                    return _Run(compute(*batch.open(block)), list(leaves.values()))
+                    result = compute({**tensors, **inputs}, sides, rng)
+                return _Run(result, [*leaves.values(), *inputs.values()])
 
-            shapes = batch.parts, key, tuple(p.requires_grad for p in self._parameters)
+            frozen = tuple(p.requires_grad for p in self._parameters)
+            shapes = batch.shapes, key, frozen, tuple(given)
             is_first = shapes not in self._searched
             with torch.enable_grad():
                 if is_first:  # eager, since cuBLASLt then times algorithms; the block is reused
-                    eager = compute(*batch.open(block.clone()))
+                    tensors, sides, rng = batch.open(block.clone())
+                    eager = compute({**tensors, **given}, sides, rng)
                     self._searched.add(shapes)
                     return eager
                 run: _Run = graphs.launch(("forward", shapes), captured, is_prepared=True)
                 copy = run.features.detach().clone()
-                replayed: Tensor = _Replayed.apply(self, graphs, run, copy, *trained)
+                replayed: Tensor = _Replayed.apply(
+                    self, graphs, run, copy, *trained, *given.values()
+                )
             return replayed
 
         with self._one_by_one:
@@ -122,14 +128,14 @@ class GradientGraphs(ModuleGraphs):
         return True
 
     def gradients(self, graphs: Graphs, run: _Run, dfeatures: Tensor, keeps: bool) -> list[Any]:
-        """Of the parameters that the pass ``run`` has trained; new tensors.
+        """By the leaves of the pass ``run``; new tensors.
 
         keeps: backward may be called again.
         """
 
         def back() -> Sequence[Tensor | None]:
             return torch.autograd.grad(
-                run.features, run.trained, run.dfeatures, retain_graph=keeps, allow_unused=True
+                run.features, run.leaves, run.dfeatures, retain_graph=keeps, allow_unused=True
             )
 
         with self._alone():
@@ -149,14 +155,14 @@ class _Run:
     Attributes:
         features: the result.
         dfeatures: its gradient, which the backward pass reads.
-        trained: leaves with the memory of the parameters whose gradients backward computes.
+        leaves: what backward differentiates by: they have the memory of parameters and inputs.
         number: no other pass has it.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, features: Tensor, trained: Sequence[Tensor]) -> None:
-        self.features, self.trained = features, trained
+    def __init__(self, features: Tensor, leaves: Sequence[Tensor]) -> None:
+        self.features, self.leaves = features, leaves
         self.dfeatures = torch.empty_like(features)
         self.number = next(self._numbers)
 

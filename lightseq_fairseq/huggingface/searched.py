@@ -148,7 +148,7 @@ class SearchedDecoder(nn.Module):
             raise NotCovered("it has no layers")
         norm = getattr(decoder, "layer_norm", None)
         self.layer_norm = None if norm is None else LayerNorm.of(norm)
-        self._words = family.words(decoder)
+        self._words: dict[str, Any] = family.words(decoder)
         dtype = read_copies(self.layers, self._words["weight"], self.layer_norm, self._copies)
         if dtype not in _DTYPES:
             raise NotCovered(f"its parameters are {str(dtype).removeprefix('torch.')}")

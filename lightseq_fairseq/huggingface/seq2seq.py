@@ -6,22 +6,14 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens, C = model width,
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.huggingface.calls import (
-    check_attention,
-    check_whole,
-    options_of,
-    rates_of,
-    read_copies,
-    recomputes,
-    rng_of,
-    segments_of,
-    step_segments,
-)
+from lightseq_fairseq.huggingface.batch import filled_length
+from lightseq_fairseq.huggingface.calls import check_attention, check_whole, options_of
 from lightseq_fairseq.huggingface.covered import (
     ACTIVATIONS,
     LayerNorm,
@@ -39,18 +31,16 @@ from lightseq_fairseq.huggingface.parts import (
     ReadEncoderLayer,
     fused,
 )
+from lightseq_fairseq.huggingface.stack import ANY, Call, Stack
 from lightseq_fairseq.layers.decoder import run_decoder
-from lightseq_fairseq.layers.embedding import embed
-from lightseq_fairseq.layers.encoder import run_encoder
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import Segments
 
 _PRE_NORM = ("MBart", "M2M100", "Pegasus")
 _DECODERS = 1 << 10  # more than the layers of an encoder
-_ANY = Reads(pads=False, first=False)  # nobody reads the rows of pads in an encoder's result
 
 
-class Seq2Seq:
+class Seq2Seq(Stack):
     """How to read one encoder or decoder.
 
     Args:
@@ -61,7 +51,9 @@ class Seq2Seq:
     def __init__(self, model: Any, prefix: str) -> None:
         from transformers.activations import ACT2FN
 
+        super().__init__()
         self.prefix, self.is_decoder = prefix, type(model).__name__.endswith("Decoder")
+        self.site = int(self.is_decoder)  # a step has one rng for both
         classes = sys.modules[type(model).__module__]
         side = "Decoder" if self.is_decoder else "Encoder"
         self._layer_class = getattr(classes, f"{prefix}{side}Layer")
@@ -93,37 +85,26 @@ class Seq2Seq:
         if more or input_ids is None:
             raise NotCovered("it is called with other arguments than input_ids")
         check_whole(model)
-        check_attention(model.config)
-        if not len(model.layers):
-            raise NotCovered("it has no layers")
-        compute = self._decode if self.is_decoder else self._encode
-        return compute(model, reads, input_ids, attention_mask, given)
+        call = self._call_of_decoder if self.is_decoder else self._call_of_encoder
+        return call(model, reads, input_ids, attention_mask, given)
 
-    def _encode(
+    def _call_of_encoder(
         self, model: Any, reads: Reads, ids: Tensor, mask: Tensor | None, given: dict[str, Any]
     ) -> Any:
         from transformers.modeling_outputs import BaseModelOutput
 
         # Seq2SeqTrainer gives generate the labels, which reach the encoder.
         options = options_of(model.config, given, ("use_cache", "labels"))
-        layers: list[Any] = [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
-        again = recomputes(model.layers)
-        segments = self._segments("source", mask, ids, _ANY)
-        last, x, rng = self._begin(model, layers, segments, ids)
-        states: list[Tensor] | None = [] if options.wants_states else None
-        with torch.autocast(ids.device.type, enabled=False):
-            y = run_encoder(
-                self._kept(model, layers), last, x, segments, rng, checkpoint_activations=again,
-                states=states,
-            )  # fmt: skip
-        wide = model.embed_tokens.weight.dtype
-        result = BaseModelOutput(last_hidden_state=segments.pad(y.to(wide)))
-        if states is not None:
-            inner = [segments.pad(rows.to(wide)) for rows in states[:-1]]
-            result["hidden_states"] = (*inner, result.last_hidden_state)
+        features, states = self.run(model, ANY, Call(
+            (ids.shape[0], ids.shape[1]), ids.device, options, model.layers, {"input_ids": ids},
+            mask,
+        ))  # fmt: skip
+        result = BaseModelOutput(last_hidden_state=features)
+        if options.wants_states:
+            result["hidden_states"] = (*states[:-1], features)
         return result if options.returns_dict else result.to_tuple()
 
-    def _decode(
+    def _call_of_decoder(
         self, model: Any, reads: Reads, ids: Tensor, mask: Tensor | None, given: dict[str, Any]
     ) -> Any:
         from transformers.modeling_outputs import (
@@ -142,39 +123,45 @@ class Seq2Seq:
         options = options_of(model.config, given, ("cache_position",))
         if options.wants_states:
             raise NotCovered("it returns hidden states of the decoder")
-        layers: list[Any] = [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
-        again = recomputes(model.layers)
-        target = self._segments("target", mask, ids, reads)
-        source = self._segments("source", of_memory, memory, _ANY)
-        last, x, rng = self._begin(model, layers, target, ids)
-        kept = self._kept(model, layers)
-        with torch.autocast(ids.device.type, enabled=False):
-            packed = source.pack(memory).to(x.dtype)
-            y = run_decoder(
-                kept, last, x, packed, target, source, rng, checkpoint_activations=again
-            )
-        wide = model.embed_tokens.weight.dtype
-        result = Output(last_hidden_state=target.pad(y.to(wide)))
+        features, _ = self.run(model, reads, Call(
+            (ids.shape[0], ids.shape[1]), ids.device, options, model.layers, {"input_ids": ids},
+            mask, memory=memory, memory_mask=of_memory,
+        ))  # fmt: skip
+        result = Output(last_hidden_state=features)
         return result if options.returns_dict else result.to_tuple()
 
-    def _segments(self, side: str, mask: Tensor | None, padded: Tensor, reads: Reads) -> Segments:
-        """The real tokens of a padded batch [B, L, ...]."""
-        shape = padded.shape[0], padded.shape[1]
-        found = step_segments(side, shape)
-        return segments_of(mask, shape, padded.device, reads) if found is None else found
+    def run_layers(
+        self, layers: list[Any], last: LayerNorm | None, x: Tensor, memory: Tensor | None,
+        sides: Mapping[str, Segments], rng: Tensor, again: bool, states: list[Tensor] | None,
+    ) -> Tensor:  # fmt: skip
+        if memory is None:
+            return super().run_layers(layers, last, x, memory, sides, rng, again, states)
+        read = sides["memory"].pack(memory).to(x.dtype)
+        return run_decoder(
+            layers, last, x, read, sides["own"], sides["memory"], rng,
+            checkpoint_activations=again,
+        )  # fmt: skip
 
-    def _begin(
-        self, model: Any, layers: list[Any], segments: Segments, ids: Tensor
-    ) -> tuple[LayerNorm | None, Tensor, Tensor]:
-        """The LayerNorm behind the layers, the embeddings [T, C], and the rng of the call."""
+    def last(self, model: Any) -> LayerNorm | None:
         norm = getattr(model, "layer_norm", None)
-        last = None if norm is None else LayerNorm.of(norm)
-        embedding = self._embedding(model, segments, ids)
-        read_copies(layers, model.embed_tokens.weight, last)
-        rate = float(model.dropout) if model.training else 0.0
-        rng = rng_of(rates_of(layers, rate), ids.device)
-        x = embed(**embedding, p=rate, rng=rng, site=int(self.is_decoder))
-        return last, x.to(layers[0].fc1.weight.dtype), rng
+        return None if norm is None else LayerNorm.of(norm)
+
+    def weight(self, model: Any) -> Tensor:
+        weight: Tensor = model.embed_tokens.weight
+        return weight
+
+    def rate(self, model: Any) -> float:
+        return float(model.dropout) if model.training else 0.0
+
+    def can_be_graph(self, model: Any, call: Call) -> bool:
+        drops = model.training and model.layerdrop > 0.0
+        # A longer table of sines is made here, not within a graph.
+        self.table(model, filled_length(call.shape[1], self.most(model)))
+        return not drops
+
+    def graph_key(self, model: Any) -> Any:
+        places = model.embed_positions
+        return places.weights.data_ptr() if self.prefix == "M2M100" else None
 
     def most(self, model: Any) -> int:
         """Tokens of a sentence for which there are positions."""
@@ -183,13 +170,14 @@ class Seq2Seq:
             return len(places.weights) - places.padding_idx - 1
         return len(places.weight) - getattr(places, "offset", 0)
 
-    def _kept(self, model: Any, layers: list[Any]) -> list[Any]:
+    def kept(self, model: Any, layers: list[Any]) -> list[Any]:
         """The layers that layer drop keeps; it draws what Hugging Face draws."""
         if not model.training or not model.layerdrop > 0.0:
             return layers
         return [layer for layer in layers if not torch.rand([]) < model.layerdrop]
 
     def layers(self, model: Any) -> list[Any]:
+        check_attention(model.config)
         return [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
 
     def groups(self, model: Any) -> list[list[Tensor]]:
@@ -259,8 +247,10 @@ class Seq2Seq:
             "norm": None if norm is None else LayerNorm.of(norm),
         }
 
-    def _embedding(self, model: Any, segments: Segments, ids: Tensor) -> dict[str, Any]:
-        """Arguments of ``layers.embed`` for the real tokens of ids int64 [B, L]."""
+    def embedding(
+        self, model: Any, segments: Segments, tokens: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        ids = tokens["input_ids"]
         words, length = self.words(model), ids.shape[1]
         table, first = self.table(model, length)
         if self.prefix == "M2M100":  # positions of real tokens, as in fairseq

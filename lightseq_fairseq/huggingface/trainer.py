@@ -148,7 +148,7 @@ class _Captured:
         """What the host must know of the model, whose accelerated parts these are."""
         pad = getattr(self.model.config, "pad_token_id", None) or 0
         families = ((part._lightseq.family, part) for part in parts)
-        most = min(f.most(part) if hasattr(f, "most") else 0 for f, part in families)
+        most = min(family.most(part) for family, part in families)
         reads = parts[0]._lightseq.reads
         if len(parts) > 1:
             reads = Reads(pads=False, first=False)

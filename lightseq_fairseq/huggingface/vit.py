@@ -8,18 +8,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.huggingface.calls import (
-    check_attention,
-    check_whole,
-    options_of,
-    rates_of,
-    read_copies,
-    recomputes,
-    rng_of,
-)
+from lightseq_fairseq.huggingface.calls import check_attention, check_whole, options_of
 from lightseq_fairseq.huggingface.covered import (
     ACTIVATIONS,
     LayerNorm,
@@ -31,17 +22,17 @@ from lightseq_fairseq.huggingface.covered import (
     unsupported_sizes,
 )
 from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer, fused
-from lightseq_fairseq.layers.encoder import run_encoder
+from lightseq_fairseq.huggingface.stack import Call, Stack
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
-from lightseq_fairseq.memory.packing import Segments
 
 
-class Vit:
+class Vit(Stack):
     """How to read one ``ViTModel``, of transformers 5.0 or later."""
 
     def __init__(self, model: Any, prefix: str) -> None:
         from transformers.activations import ACT2FN
 
+        super().__init__()
         self._classes = vars(sys.modules[type(model).__module__])
         self._activation = ACTIVATIONS[model.config.hidden_act]
         self._activation_class = type(ACT2FN[model.config.hidden_act])
@@ -62,6 +53,7 @@ class Vit:
         return list(fused(self.layers(model)))
 
     def layers(self, model: Any) -> list[ReadEncoderLayer]:
+        check_attention(model.config)
         return [
             self._layer(layer, place * SITES_PER_LAYER)
             for place, layer in enumerate(_stack(model), 1)
@@ -80,31 +72,32 @@ class Vit:
             raise NotCovered("it is called with other arguments than images")
         options = options_of(model.config, given)
         check_whole(model)
-        check_attention(model.config)
-        layers, again = self.layers(model), recomputes(_stack(model))
-        if not layers:
-            raise NotCovered("it has no layers")
-        like = model.embeddings.patch_embeddings.projection.weight
-        last = LayerNorm.of(model.layernorm)
-        read_copies(layers, like, last)
+        weight = self.weight(model)
+        # The convolution and its position table stay Hugging Face's.
         padded = model.embeddings(
-            pixel_values.to(like.dtype), bool_masked_pos=bool_masked_pos,
+            pixel_values.to(weight.dtype), bool_masked_pos=bool_masked_pos,
             interpolate_pos_encoding=interpolate_pos_encoding,
         )  # fmt: skip
-        rng = rng_of(rates_of(layers, 0.0), padded.device)
-        segments = Segments.full((padded.shape[0], padded.shape[1]), padded.device)
-        x = segments.pack(padded).to(layers[0].fc1.weight.dtype)
-        states: list[Tensor] | None = [] if options.wants_states else None
-        with torch.autocast(padded.device.type, enabled=False):
-            y = run_encoder(
-                layers, last, x, segments, rng, checkpoint_activations=again, states=states
-            )
-        result = BaseModelOutputWithPooling(last_hidden_state=segments.pad(y.to(like.dtype)))
+        features, states = self.run(model, reads, Call(
+            (padded.shape[0], padded.shape[1]), padded.device, options, _stack(model),
+            embedded=lambda: padded,
+        ))  # fmt: skip
+        result = BaseModelOutputWithPooling(last_hidden_state=features)
         if model.pooler is not None:
-            result["pooler_output"] = model.pooler(result.last_hidden_state)
-        if states is not None:  # the last one is that before the LayerNorm
-            result["hidden_states"] = tuple(segments.pad(rows.to(like.dtype)) for rows in states)
+            result["pooler_output"] = model.pooler(features)
+        if options.wants_states:  # the last one is that before the LayerNorm
+            result["hidden_states"] = tuple(states)
         return result if options.returns_dict else result.to_tuple()
+
+    def last(self, model: Any) -> LayerNorm:
+        return LayerNorm.of(model.layernorm)
+
+    def weight(self, model: Any) -> Tensor:
+        weight: Tensor = model.embeddings.patch_embeddings.projection.weight
+        return weight
+
+    def rate(self, model: Any) -> float:
+        return 0.0  # of ours; Hugging Face's embedding has its own dropout
 
     def _check(self, module: nn.Module, name: str) -> None:
         check(module, self._classes[f"ViT{name}"])

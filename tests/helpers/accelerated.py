@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
+from lightseq_fairseq.huggingface import stack
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -163,6 +164,16 @@ def assert_ours(model: Any, calls: int | None = None) -> None:
     coverage = lightseq.report(model)
     assert not coverage.fallbacks, coverage
     assert coverage.calls == calls if calls is not None else coverage.calls > 0
+
+
+@contextmanager
+def by_graphs(is_so: bool = True) -> Iterator[None]:
+    """Within it calls take the path of CUDA graphs; on a CPU nothing is captured, so each call runs
+    what would be."""
+    with pytest.MonkeyPatch.context() as patched:
+        if is_so:
+            patched.setattr(stack, "captures", lambda device: True)
+        yield
 
 
 @contextmanager

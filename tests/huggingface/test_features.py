@@ -15,22 +15,23 @@ from helpers.accelerated import batch_of, build, mask_of, random_mask
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
-from lightseq_fairseq.huggingface import bert
-from lightseq_fairseq.huggingface.calls import rates_of
+from lightseq_fairseq.huggingface import stack
+from lightseq_fairseq.huggingface.calls import Options, rates_of
 from lightseq_fairseq.huggingface.covered import Reads
+from lightseq_fairseq.huggingface.stack import Call
 
 READS = Reads(pads=False, first=False)
-NAMES = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+NAMES = ("input_ids", "token_type_ids", "position_ids")
 
 
 def by_graph(model: Any, batch: dict[str, Tensor], rng: Tensor | None = None) -> Tensor:
     """Features of an accelerated model without a head; rng: if there are gradients."""
-    family = model._lightseq.family
-    packed = family.on_host(model, READS, {name: batch.get(name) for name in NAMES})
-    device = batch["input_ids"].device
-    rates = rates_of(family.layers(model), model.embeddings.dropout.p)
-    found = family.from_graph(model, packed, device, rng, rates)
-    return None if found is None else found[:, : batch["input_ids"].shape[1]]
+    family, ids = model._lightseq.family, batch["input_ids"]
+    call = Call((len(ids), ids.shape[1]), ids.device, Options(True, False), model.encoder.layer,
+                {name: batch[name] for name in NAMES if name in batch},
+                batch.get("attention_mask"))  # fmt: skip
+    rates = rates_of(family.layers(model), family.rate(model))
+    return family.by_graph(model, call, family.on_host(model, READS, call), rng, rates)
 
 
 @pytest.mark.parametrize("name", ["BertModel", "RobertaModel"])
@@ -87,7 +88,7 @@ def test_gradients(rate: float, autocast: bool, monkeypatch: pytest.MonkeyPatch)
         batch = batch_of(model, mask_of([source.randint(1, 12) for _ in range(4)]))
         weight = torch.randn(*batch["input_ids"].shape, 16)
         given = rng(seed)
-        monkeypatch.setattr(bert, "rng_of", lambda *_, given=given: given)
+        monkeypatch.setattr(stack, "rng_of", lambda *_, given=given: given)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             eager = model(**batch).last_hidden_state
             expected = gradients_of(model, eager, weight)
