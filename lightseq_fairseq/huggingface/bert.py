@@ -27,12 +27,12 @@ from lightseq_fairseq.huggingface.covered import (
     unsupported_sizes,
 )
 from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer
-from lightseq_fairseq.huggingface.stack import Call, Stack
+from lightseq_fairseq.huggingface.reader import Call, Reader
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import Segments
 
 
-class Bert(Stack):
+class Bert(Reader):
     """How to read one ``BertModel``, ``RobertaModel``, ``XLMRobertaModel`` or ``CamembertModel``.
 
     Args:

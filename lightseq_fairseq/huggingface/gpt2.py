@@ -26,12 +26,12 @@ from lightseq_fairseq.huggingface.covered import (
     unsupported_sizes,
 )
 from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer
-from lightseq_fairseq.huggingface.stack import Call, Stack
+from lightseq_fairseq.huggingface.reader import Call, Reader
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import Segments
 
 
-class Gpt2(Stack):
+class Gpt2(Reader):
     """How to read one ``GPT2Model``."""
 
     causal = True

@@ -31,7 +31,7 @@ from lightseq_fairseq.huggingface.parts import (
     ReadEncoderLayer,
     fused,
 )
-from lightseq_fairseq.huggingface.stack import ANY, Call, Stack
+from lightseq_fairseq.huggingface.reader import ANY, Call, Reader
 from lightseq_fairseq.layers.decoder import run_decoder
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 from lightseq_fairseq.memory.packing import Segments
@@ -40,7 +40,7 @@ _PRE_NORM = ("MBart", "M2M100", "Pegasus")
 _DECODERS = 1 << 10  # more than the layers of an encoder
 
 
-class Seq2Seq(Stack):
+class Seq2Seq(Reader):
     """How to read one encoder or decoder.
 
     Args:

@@ -22,11 +22,11 @@ from lightseq_fairseq.huggingface.covered import (
     unsupported_sizes,
 )
 from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer, fused
-from lightseq_fairseq.huggingface.stack import Call, Stack
+from lightseq_fairseq.huggingface.reader import Call, Reader
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 
 
-class Vit(Stack):
+class Vit(Reader):
     """How to read one ``ViTModel``, of transformers 5.0 or later."""
 
     def __init__(self, model: Any, prefix: str) -> None:

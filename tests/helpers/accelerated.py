@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
-from lightseq_fairseq.huggingface import stack
+from lightseq_fairseq.huggingface import reader
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -172,7 +172,7 @@ def by_graphs(is_so: bool = True) -> Iterator[None]:
     what would be."""
     with pytest.MonkeyPatch.context() as patched:
         if is_so:
-            patched.setattr(stack, "captures", lambda device: True)
+            patched.setattr(reader, "captures", lambda device: True)
         yield
 
 

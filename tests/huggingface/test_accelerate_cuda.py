@@ -13,7 +13,7 @@ from helpers.accelerated import assert_ours, batch_of, build, mask_of
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
-from lightseq_fairseq.huggingface.stack import Stack
+from lightseq_fairseq.huggingface.reader import Reader
 
 MODES = ("bfloat16", "autocast", "float32")
 MASKED, CLASSES = "BertForMaskedLM", "RobertaForSequenceClassification"
@@ -179,7 +179,7 @@ def test_one_line_trains_as_plain_eager_passes() -> None:
             batch = on_gpu(batch_of(model, mask_of([source.randint(1, 70) for _ in range(6)])))
             with pytest.MonkeyPatch.context() as patched:
                 if not captures:
-                    patched.setattr(Stack, "_can_be_graph", lambda *_: False)
+                    patched.setattr(Reader, "_can_be_graph", lambda *_: False)
                 loss = model(**batch).loss
                 loss.backward()
             optimizer.step()

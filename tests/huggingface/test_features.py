@@ -15,10 +15,10 @@ from helpers.accelerated import batch_of, build, mask_of, random_mask
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
-from lightseq_fairseq.huggingface import stack
+from lightseq_fairseq.huggingface import reader
 from lightseq_fairseq.huggingface.calls import Options, rates_of
 from lightseq_fairseq.huggingface.covered import Reads
-from lightseq_fairseq.huggingface.stack import Call
+from lightseq_fairseq.huggingface.reader import Call
 
 READS = Reads(pads=False, first=False)
 NAMES = ("input_ids", "token_type_ids", "position_ids")
@@ -88,7 +88,7 @@ def test_gradients(rate: float, autocast: bool, monkeypatch: pytest.MonkeyPatch)
         batch = batch_of(model, mask_of([source.randint(1, 12) for _ in range(4)]))
         weight = torch.randn(*batch["input_ids"].shape, 16)
         given = rng(seed)
-        monkeypatch.setattr(stack, "rng_of", lambda *_, given=given: given)
+        monkeypatch.setattr(reader, "rng_of", lambda *_, given=given: given)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             eager = model(**batch).last_hidden_state
             expected = gradients_of(model, eager, weight)

@@ -66,7 +66,7 @@ class Call:
     memory_mask: Tensor | None = None
 
 
-class Stack:
+class Reader:
     """How to read one module; a family is a subclass.
 
     Attributes:
