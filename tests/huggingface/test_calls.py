@@ -19,7 +19,7 @@ from helpers.accelerated import (
 )
 
 import lightseq_fairseq.huggingface as lightseq
-from lightseq_fairseq.layers.stack import Reader
+from lightseq_fairseq.layers.stack import Stack
 
 LENGTHS = (4, 7, 2)
 
@@ -246,7 +246,7 @@ def test_gradient_checkpointing(some: bool) -> None:
             run(self, *args, **options)
             stacks.append(self.recomputes)
 
-        patch.setattr(Reader, "__init__", watched)
+        patch.setattr(Stack, "__init__", watched)
         both(plain, ours, batch)
         ours.gradient_checkpointing_disable()
         both(plain, ours, batch)
