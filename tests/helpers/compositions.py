@@ -21,6 +21,7 @@ from typing import Any
 from lightseq_fairseq import plugins  # noqa: F401  (fairseq does not import without it)
 
 # isort: split
+from fairseq import checkpoint_utils
 from fairseq.dataclass import utils
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -72,13 +73,17 @@ def _composition(name: str, choices: tuple[str, ...], strict: bool) -> Any:
 _create, _structured = OmegaConf.create, OmegaConf.structured
 _created: dict[tuple[str, ...], tuple[dict[str, Any], Any]] = {}
 _defaults_of: dict[type, Any] = {}
+_COPIED = type(None), bool, int, float, str, list
 
 
-def create(settings: dict[str, dict[str, Any]]) -> Any:
+def create(settings: Any, flags: dict[str, bool] | None = None) -> Any:
     """``OmegaConf.create`` of fairseq's settings, which are in groups."""
-    groups = {group: values for group, values in settings.items() if isinstance(values, dict)}
-    kind = (*settings, *(f"{group}.{name}" for group, values in groups.items() for name in values))
-    before, made = _created.get(kind) or (settings, _create(settings))
+    if type(settings) is not dict:
+        return _create(settings, flags=flags)
+    groups = {group: values for group, values in settings.items() if type(values) is dict}
+    names = (f"{group}.{name}" for group, values in groups.items() for name in values)
+    kind = (*(flags or ()), *settings, *names)
+    before, made = _created.get(kind) or (settings, _create(settings, flags=flags))
     found = copy.deepcopy(made)
     for group, values in settings.items():
         if not values or group not in groups:
@@ -86,7 +91,7 @@ def create(settings: dict[str, dict[str, Any]]) -> Any:
             continue
         for name, value in values.items():
             old = before[group][name]
-            if type(value) is not type(old) or value != old:
+            if type(value) is not type(old) or value != old or not isinstance(value, _COPIED):
                 found[group][name] = value
     _created.setdefault(kind, (settings, made))
     return found
@@ -124,5 +129,6 @@ for _kind in nodes.ValueNode.__subclasses__():
     _kind.__deepcopy__ = _copied_node
 OmegaConf.structured = structured
 utils.OmegaConf = type("OmegaConf", (OmegaConf,), {"create": staticmethod(create)})
+checkpoint_utils.OmegaConf = utils.OmegaConf
 utils.compose = compose
 utils.initialize = lambda config_path: nullcontext()  # slow, since it reads the stack
