@@ -151,7 +151,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     for count, file in (("1", middle), ("2", middle.with_name("checkpoint1.pt"))):
         (tmp_path / count).mkdir()
         shutil.copy(file, tmp_path / count / "checkpoint_last.pt")
-        train(count, case, *words, "--num-workers", count)
+        only_the_last = ["--save-interval-updates", "0", "--save-interval", "3"]
+        train(count, case, *words, *only_the_last, "--num-workers", count)
         assert differing(trained(tmp_path / count), trained(tmp_path / "whole")) == []
 
 

@@ -22,6 +22,7 @@ from lightseq_fairseq.training import resuming
 
 PARTS = {"ours": runs.LS, "fairseq's step": runs.NATIVE}
 EPOCH = 7  # updates
+UNDROPPED = {"dropout": 0, "attention_dropout": 0, "activation_dropout": 0}  # faster
 VALIDATED = {"disable_validation": None, "warmup_updates": None}
 PRECISIONS = {
     **runs.PRECISIONS,
@@ -96,8 +97,8 @@ def differences(one: Path, other: Path) -> list[str]:
 )
 def test_learning_rates(data: Path, tmp_path: Path, parts: str, schedule: str) -> None:
     """Stopped within the second epoch, and at its end."""
-    flags = {**PARTS[parts], **SCHEDULES[schedule], "max_epoch": 4, "max_update": None}
-    flags["no_epoch_checkpoints"] = True
+    flags = {**PARTS[parts], **UNDROPPED, **SCHEDULES[schedule]}
+    flags |= {"max_epoch": 4, "max_update": None, "no_epoch_checkpoints": True}
     whole = runs.run(data, tmp_path / "whole", **flags)
     assert len(whole) == 4 * EPOCH
     rest = run_in_parts(data, tmp_path / "parts", EPOCH + 3, 2 * EPOCH, **flags)
@@ -108,7 +109,7 @@ def test_learning_rates(data: Path, tmp_path: Path, parts: str, schedule: str) -
 @pytest.mark.parametrize(("stop", "largest"), [(EPOCH + 4, True), (2 * EPOCH, None)])
 def test_the_best_checkpoints(data: Path, tmp_path: Path, stop: int, largest: bool | None) -> None:
     flags: dict[str, Any] = {
-        **runs.LS, "disable_validation": None, "validate_interval_updates": 2,
+        **runs.LS, **UNDROPPED, "disable_validation": None, "validate_interval_updates": 2,
         "save_interval_updates": 3, "validate_after_updates": 4, "keep_best_checkpoints": 2,
         "maximize_best_checkpoint_metric": largest, "keep_interval_updates": 1, "patience": 40,
         "max_epoch": 3, "max_update": None,

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import helpers.cli_runs as cli_runs
+import helpers.forked_commands as forked_commands
 import helpers.training_runs as runs
 import pytest
 import torch
@@ -155,13 +155,13 @@ def test_a_stopped_rank_is_reported_while_the_others_wait(data: Path, tmp_path: 
 
 @contextmanager
 def rank_starter(*words: str | Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
-    """Starts ranks of a Python command line, two in all, as torchrun does."""
+    """Starts ranks of a Python command line, two in all, as torchrun does; modules are forked."""
     started: list[subprocess.Popen[str]] = []
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
 
     def start(rank: int) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, *map(str, words)], text=True,
+            [str(forked_commands.python()), *map(str, words)], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )  # fmt: skip
