@@ -122,8 +122,8 @@ def trainer_of(given: argparse.Namespace, folder: str | Path) -> tuple[Any, _Clo
     model = built(case, _attention(case, how))
     if how.accelerated:
         lightseq.accelerate(model)
-    family = "Seq2Seq" if case.work.has_target else ""
-    args = getattr(transformers, f"{family}TrainingArguments")(
+    prefix = "Seq2Seq" if case.work.has_target else ""
+    args = getattr(transformers, f"{prefix}TrainingArguments")(
         str(folder), max_steps=updates, per_device_train_batch_size=case.batch, bf16=True,
         learning_rate=2e-5, optim="adamw_torch_fused", logging_nan_inf_filter=False,
         logging_steps=max(updates, 2), save_strategy="no", report_to=[], disable_tqdm=True, seed=1,
@@ -134,7 +134,7 @@ def trainer_of(given: argparse.Namespace, folder: str | Path) -> tuple[Any, _Clo
         # By default the host waits for the GPU at each batch that it sends.
         accelerator_config={"non_blocking": True},
     )  # fmt: skip
-    kind = getattr(lightseq if how.trainer else transformers, f"{family}Trainer")
+    kind = getattr(lightseq if how.trainer else transformers, f"{prefix}Trainer")
     clock = _Clock(given.warm_up)
     trainer: Any = type("MeasuredTrainer", (_Measured, kind), {"case": case})(
         model, args, data_collator=collator(case, how.multiple),
