@@ -19,9 +19,24 @@ from lightseq_fairseq.ops.checks import trust_boundaries
 
 _ALIGNMENT = 16  # bytes, of each part of a block
 _LARGE = 1 << 20  # bytes; such a tensor, or one on a device, is not copied into the host's block
-# Sentences are padded to a multiple of this, so that few graphs suffice. Of a target all rows are
-# multiplied by the vocabulary.
-_LENGTHS, _TARGETS = 32, 8
+
+
+class _Steps(NamedTuple):
+    """Sizes are rounded up so that few graphs suffice: to a multiple of ``least``, and of a
+    ``parts``-th of the next power of two."""
+
+    least: int
+    parts: int
+
+    def up(self, size: int) -> int:
+        step = max(self.least, (1 << max(size - 1, 0).bit_length()) // self.parts)
+        return size + -size % step
+
+
+_LENGTHS, _ROWS = _Steps(32, 16), _Steps(LEAST_GRANULARITY, 64)
+# Pairs have four sizes, which vary independently. Pads of a source cost little; of a target all
+# rows are multiplied by the vocabulary.
+_SOURCES, _TARGETS, _ROWS_OF_PAIRS = _Steps(32, 2), _Steps(8, 16), _Steps(LEAST_GRANULARITY, 16)
 # What fills up a tensor [B, L].
 _FILLING = {
     "input_ids": None, "attention_mask": 0, "token_type_ids": 0, "labels": -100,
@@ -141,8 +156,9 @@ def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch
         raise NotCovered("there are no labels [B, L]")
     tensors = dict(inputs)
     if not host.reads.pads and mask is not None:
+        lengths = _SOURCES if host.has_target else _LENGTHS
         of_target = {"labels", "decoder_input_ids"} if host.has_target else set()
-        _fill_up(tensors, set(tensors) - of_target, ids.shape[-1], _LENGTHS, host)
+        _fill_up(tensors, set(tensors) - of_target, ids.shape[-1], lengths, host)
         if labels is not None and host.has_target:
             _fill_up(tensors, of_target & set(tensors), labels.shape[-1], _TARGETS, host)
     length = tensors["input_ids"].shape[-1]
@@ -192,16 +208,14 @@ def filled_length(longest: int, most: int) -> int:
 
     most: tokens of a sentence for which there are positions; 0: it is not limited.
     """
-    length = longest + -longest % _LENGTHS
+    length = _LENGTHS.up(longest)
     return max(min(length, most), longest) if most else length
 
 
-def _add(tensors: dict[str, Tensor], side: str, is_real: np.ndarray) -> None:
+def _add(tensors: dict[str, Tensor], side: str, is_real: np.ndarray, steps: _Steps) -> None:
     """Add boundaries and rows of the real tokens, bool [B, L]; at least one row."""
     places = is_real.ravel().nonzero()[0]
-    # From 2048 rows on, at most a thirty-second of the rows is unused.
-    step = max(LEAST_GRANULARITY, 1 << max(len(places) - 1, 0).bit_length() >> 6)
-    index = np.full(-(-max(len(places), 1) // step) * step, is_real.size, np.int64)
+    index = np.full(steps.up(max(len(places), 1)), is_real.size, np.int64)
     index[: len(places)] = places
     cu_seqlens = np.zeros(len(is_real) + 1, np.int32)
     is_real.sum(1, dtype=np.int32).cumsum(out=cu_seqlens[1:])
@@ -210,10 +224,10 @@ def _add(tensors: dict[str, Tensor], side: str, is_real: np.ndarray) -> None:
 
 
 def _fill_up(
-    tensors: dict[str, Tensor], names: Iterable[str], longest: int, multiple: int, host: Host
+    tensors: dict[str, Tensor], names: Iterable[str], longest: int, steps: _Steps, host: Host
 ) -> None:
     """Fill up sentences to a length that many batches have, if all tensors can be filled up."""
-    more = min(longest + -longest % multiple, host.most) - longest
+    more = min(steps.up(longest), host.most) - longest
     of_tokens = [n for n in names if tensors[n].dim() > 1 and tensors[n].shape[-1] == longest]
     known = all(n in _FILLING and not tensors[n].is_floating_point() for n in of_tokens)
     if more <= 0 or not known:
@@ -232,7 +246,7 @@ def _joined(given: Mapping[str, Tensor], sides: Mapping[str, np.ndarray]) -> Bat
     """sides: bool [B, L], true at real tokens."""
     tensors = dict(given)
     for side, is_real in sides.items():
-        _add(tensors, side, is_real)
+        _add(tensors, side, is_real, _ROWS if len(sides) == 1 else _ROWS_OF_PAIRS)
 
     def is_large(x: Tensor) -> bool:
         return x.nbytes >= _LARGE or x.device.type != "cpu" or x.requires_grad

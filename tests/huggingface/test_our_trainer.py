@@ -242,6 +242,7 @@ def test_other_heads(tmp_path: Path) -> None:
 
 
 HOST = batches.Host(0, Reads(pads=False, first=True), 99)
+ANY = Reads(pads=False, first=False)
 
 
 def opened(batch: batches.Batch) -> Any:
@@ -257,6 +258,22 @@ def test_a_large_tensor_is_not_copied_on_the_host() -> None:
     tensors, sides, rng = opened(batch)
     assert torch.equal(tensors["pixel_values"], images) and tensors["labels"].tolist() == [0, 1, 2]
     assert rng.tolist() == [5, 6] and sides == {}
+
+
+def test_batches_of_pairs_have_few_shapes() -> None:
+    """Of pairs four sizes vary: those of the padded and of the packed tokens of both sides."""
+    random, host = np.random.default_rng(1), batches.Host(0, ANY, 512, has_target=True)
+    shapes = set()
+    for source in random.lognormal(3.2, 0.5, (400, 64)).clip(2, 200):
+        target = source * random.normal(1.0, 0.1, 64)
+        ids, labels = (
+            torch.from_numpy(np.arange(side.max()) < side[:, None]).long()
+            for side in (source, target)
+        )
+        given = {"input_ids": ids, "attention_mask": ids, "labels": labels.where(labels == 1, -100)}
+        parts = batches.packed(given, host, (0, 0)).parts
+        shapes.add(tuple(part.shape for part in parts))
+    assert len(shapes) < 100
 
 
 def test_a_batch_is_filled_up_and_packed() -> None:
