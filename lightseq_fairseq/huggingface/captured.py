@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from lightseq_fairseq.huggingface.accelerated import Accelerated
 from lightseq_fairseq.huggingface.adamw import LightseqAdamW
@@ -168,7 +168,13 @@ class CapturedStep:
         self._knows_unused = True
 
     def clip(self, max_norm: float) -> Tensor:
-        """The norm of the update's gradient, []; the update clips it, unless ``max_norm`` is 0."""
+        """The norm of the update's gradient, []; the update clips it, unless ``max_norm`` is 0.
+
+        Of several processes the gradient is the mean, as in DistributedDataParallel.
+        """
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            flat = self._gradients.flat
+            distributed.all_reduce(flat.div_(distributed.get_world_size()))
         self.optimizer.give(
             self._whole, self._gradients.flat, self._low.data if self._dtype else None
         )

@@ -72,7 +72,11 @@ class _Captured:
             f"transformers {transformers.__version__} is too old for it": not hasattr(
                 theirs, "_clip_grad_norm"
             ),
-            "there are several processes or GPUs": args.world_size > 1 or args.n_gpu > 1,
+            "one process has several GPUs (start it with torchrun)": args.n_gpu > 1,
+            "processes share a model (parallelism_config)": getattr(
+                self.accelerator, "parallelism_config", None
+            )
+            is not None,
             "it runs under FSDP or DeepSpeed": self.is_fsdp_enabled or self.is_deepspeed_enabled,
             "fp16 needs a loss scale": args.fp16,
             f"the optimizer is {name}, not AdamW": name not in _ADAMW,
@@ -124,15 +128,19 @@ class _Captured:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         first = self._micro_batch == 0
         count = self.args.gradient_accumulation_steps
-        # A function of the update, so that a resumed run draws the masks of an uninterrupted one.
-        rng = self.args.seed, self.state.global_step * count + self._micro_batch
+        # A function of the update, so that a resumed run draws the masks of an uninterrupted one;
+        # another one in each process.
+        seed = self.args.seed + (self.args.process_index << 32)
+        rng = seed, self.state.global_step * count + self._micro_batch
         self._micro_batch += 1
         if not model.training:
             model.train()
         items = None if num_items_in_batch is None else float(num_items_in_batch)
 
         def function(tensors: Any, items: Any) -> Tensor:
-            loss: Tensor = super(_Captured, self).training_step(model, tensors, items)  # type: ignore[misc]
+            # Not by DistributedDataParallel, which would wait for gradients of its parameters.
+            step = super(_Captured, self).training_step  # type: ignore[misc]
+            loss: Tensor = step(self.model, tensors, items)
             return loss
 
         try:

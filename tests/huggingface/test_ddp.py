@@ -1,16 +1,21 @@
-"""DistributedDataParallel of accelerated models on two processes; and replicas of DataParallel."""
+"""DistributedDataParallel of accelerated models, and our Trainer, in two processes; and replicas of
+DataParallel."""
 
 from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
+import socket
 import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from helpers.accelerated import assert_ours, assert_same, batch_of, build, computed, mask_of
+from test_trainers import CAPTURED, PLAIN, trained, trainer_of
 from torch import distributed, nn
 
 import lightseq_fairseq.huggingface as lightseq
@@ -52,6 +57,69 @@ def run(rank: int, file: str, results: Any, *given: Any) -> None:
         distributed.destroy_process_group()
 
 
+def train(rank: int, folder: Path, batches: int, bf16: bool) -> None:
+    """Updates of both Trainers, with accumulation and clipping."""
+    found = []
+    for kind in (PLAIN, CAPTURED):
+        trainer = trainer_of(
+            folder / kind, kind, max_steps=12, warmup_steps=2, logging_steps=2, bf16=bf16,
+            gradient_accumulation_steps=batches, max_grad_norm=0.5,
+        )  # fmt: skip
+        found.append(trained(trainer))
+    assert trainer._step is None and trainer._why_plain is None and trainer.args.world_size == 2
+    plain, ours = found
+    assert len(ours.log) == len(plain.log) == 6
+    near = 0.05 if bf16 else 1e-4
+    for mine, theirs in zip(ours.log, plain.log, strict=True):
+        assert mine == pytest.approx(theirs, rel=near, abs=near)
+    for name, weight in ours.weights.items():
+        of_all = [torch.empty_like(weight) for _ in range(2)]
+        distributed.all_gather(of_all, weight.contiguous())
+        assert of_all[0].equal(of_all[1]), name
+        if not bf16 and not name.endswith("key.bias"):
+            torch.testing.assert_close(weight, plain.weights[name], atol=1e-4, rtol=1e-4)
+
+
+def run_trainers(rank: int, port: int, results: Any, *given: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                      MASTER_ADDR="localhost", MASTER_PORT=str(port))  # fmt: skip
+    AcceleratorState._reset_state(True)  # other tests of the parent process
+    try:
+        train(rank, *given)
+        results.put("")
+    except BaseException:
+        results.put(traceback.format_exc())
+    finally:
+        distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def in_two_processes(function: Any, first: Any, *given: Any) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    processes = [
+        context.Process(target=function, args=(rank, first, results, *given)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    found = [results.get() for _ in processes]
+    assert found == ["", ""], "\n".join(found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forked processes cannot train after CUDA")
+@pytest.mark.parametrize(("batches", "bf16"), [(3, False), (2, True)])
+def test_our_trainer_in_two_processes(tmp_path: Path, batches: int, bf16: bool) -> None:
+    in_two_processes(run_trainers, free_port(), tmp_path, batches, bf16)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forked processes cannot train after CUDA")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_of_two_processes(tmp_path: Path, autocast: bool) -> None:
@@ -59,16 +127,7 @@ def test_gradients_of_two_processes(tmp_path: Path, autocast: bool) -> None:
     models = [plain, lightseq.accelerate(copy.deepcopy(plain))]
     lengths = [[(4, 7), (3, 5)], [(2, 9), (6, 1)]]
     batches = [[batch_of(plain, mask_of(each)) for each in of_rank] for of_rank in lengths]
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    given = str(tmp_path / "store"), results, models, batches, autocast
-    processes = [context.Process(target=run, args=(rank, *given)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    found = [results.get() for _ in processes]
-    assert found == ["", ""], "\n".join(found)
+    in_two_processes(run, str(tmp_path / "store"), models, batches, autocast)
 
 
 def replica_of(model: Any) -> Any:
