@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightseq_fairseq.huggingface.accelerated import Coverage, accelerate, report, restore
 from lightseq_fairseq.huggingface.adamw import LightseqAdamW
+from lightseq_fairseq.huggingface.loss import cross_entropy
 
 if TYPE_CHECKING:
     from lightseq_fairseq.huggingface.trainer import Seq2SeqTrainer, Trainer
@@ -20,6 +21,7 @@ __all__ = [
     "Seq2SeqTrainer",
     "Trainer",
     "accelerate",
+    "cross_entropy",
     "report",
     "restore",
 ]
