@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightseq_fairseq.base.errors import GPUHangs, UserError
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket
 from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.options import SearchOptions
@@ -74,6 +75,9 @@ class SearchedDecoder(nn.Module):
     """
 
     reads_source, embeds_on_host = True, False
+    _words: dict[str, Any]
+    _bias: Tensor
+    _positions: Tensor
 
     def __init__(self, family: Any, decoder: Any, head: nn.Module) -> None:
         super().__init__()
@@ -111,11 +115,16 @@ class SearchedDecoder(nn.Module):
             segments = Segments.from_mask(real.to(device), int(on_host.sum()))
             self.source.keep(segments.pack(features.to(device)).to(dtype))
             begin = None if forced is None else torch.full((len(mask), 1), forced)
-            with torch.autocast(device.type, enabled=False):
-                return search(
-                    self.steps, self.source, self, on_host, options, first, max_len,
-                    expected_length(mask.shape[1]), None, begin,
-                )  # fmt: skip
+            try:
+                with torch.autocast(device.type, enabled=False):
+                    return search(
+                        self.steps, self.source, self, on_host, options, first, max_len,
+                        expected_length(mask.shape[1]), None, begin,
+                    )  # fmt: skip
+            except GPUHangs:
+                raise
+            except UserError:
+                raise NotCovered("a sentence has no result with a finite score") from None
 
     @contextlib.contextmanager
     def _alone(self, device: torch.device) -> Iterator[None]:
@@ -150,11 +159,11 @@ class SearchedDecoder(nn.Module):
         self.layer_norm = None if norm is None else LayerNorm.of(norm)
         self._words: dict[str, Any] = family.words(decoder)
         dtype = read_copies(self.layers, self._words["weight"], self.layer_norm, self._copies)
+        if self._copies.moved:
+            self.steps.forget()
         if dtype not in _DTYPES:
             raise NotCovered(f"its parameters are {str(dtype).removeprefix('torch.')}")
         self._read_head(bias, dtype)
-        if self._copies.moved:
-            self.steps.forget()
         return dtype
 
     def _read_head(self, bias: Tensor | None, dtype: torch.dtype) -> None:

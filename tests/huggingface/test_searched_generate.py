@@ -283,6 +283,10 @@ def biased(model: Any) -> None:
     model.lm_head.bias = torch.nn.Parameter(torch.arange(float(WORDS)))
 
 
+def diverged(model: Any) -> None:
+    model.final_logits_bias.fill_(torch.nan)
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
@@ -291,6 +295,7 @@ def biased(model: Any) -> None:
         (another_forward, ""),
         (another_forward_inside, "the model has another forward"),
         (another_linear, "in place of Linear"),
+        (diverged, "a sentence has no result with a finite score"),
         (biased, "the vocabulary projection has a bias or is elsewhere"),
     ],
 )
