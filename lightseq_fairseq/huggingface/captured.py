@@ -44,7 +44,7 @@ class CapturedStep:
         self._graphs = Graphs(self.device, "training steps")
         self._block = torch.zeros(0, dtype=torch.uint8, device=self.device)
         self._items = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._searched: set[tuple[Any, ...]] = set()
+        self._searched: set[tuple[str, tuple[int, ...]]] = set()
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -119,11 +119,11 @@ class CapturedStep:
             return self._compute(given, first, function, tensors, items)
 
         shapes = (batch.shapes, first, key, items is None)
-        # The first batch of a number of rows runs eagerly, since cuBLASLt then times algorithms.
-        sizes = tuple(part.shape for part in batch.parts)
-        is_prepared = sizes in self._searched
+        # A batch with a new number of rows runs eagerly, since cuBLASLt then times algorithms.
+        sizes = {(part.name, part.shape) for part in batch.parts}
+        is_prepared = sizes <= self._searched
         loss: Tensor = self._graphs.launch(shapes, run, is_prepared)
-        self._searched.add(sizes)
+        self._searched |= sizes
         return loss
 
     def _prepare(self) -> None:

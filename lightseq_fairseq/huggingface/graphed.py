@@ -97,12 +97,14 @@ class GradientGraphs(ModuleGraphs):
 
             frozen = tuple(p.requires_grad for p in self._parameters)
             shapes = batch.shapes, key, frozen, tuple(given)
-            is_first = shapes not in self._searched
+            sizes = {(part.name, part.shape, key) for part in batch.parts}
             with torch.enable_grad():
-                if is_first:  # eager, since cuBLASLt then times algorithms; the block is reused
+                # A batch with a new number of rows runs eagerly, since cuBLASLt then times
+                # algorithms. The next pass writes the block.
+                if not sizes <= self._searched:
                     tensors, sides, rng = batch.open(block.clone())
                     eager = compute({**tensors, **given}, sides, rng)
-                    self._searched.add(shapes)
+                    self._searched |= sizes
                     return eager
                 run: _Run = graphs.launch(("forward", shapes), captured, is_prepared=True)
                 copy = run.features.detach().clone()
