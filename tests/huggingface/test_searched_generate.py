@@ -367,6 +367,44 @@ def test_several_threads(bart: tuple[Any, Any]) -> None:
         assert_same(found[number], plain.generate(ids, num_beams=2, max_new_tokens=7))
 
 
+def read(model: Any) -> tuple[Any, list[int]]:
+    """The graphs of the search, and the addresses that they read."""
+    found = model._lightseq.decoder
+    parts = [part for layer in found.layers for part in layer.parts]
+    tensors = [x for part in parts for x in (part.weight, part.bias)]
+    tensors += [found._matrix, found._bias, found._positions, found.source._rows]
+    tensors += [found._words["weight"], found.steps.memory.tokens]
+    return found.steps._graphs, [x.data_ptr() for x in tensors]
+
+
+def test_addresses_stay(bart: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs stay valid from call to call; if an address changes, there are new graphs."""
+    monkeypatch.setattr("lightseq_fairseq.generation.decoder._most_kept", lambda device: 1e9)
+    plain, ours = (copy.deepcopy(model) for model in bart)
+    batch = batch_of_three()
+
+    def generate(**options: Any) -> tuple[Any, list[int]]:
+        options = {"num_beams": 2, "max_new_tokens": 7, **options}
+        assert_same(ours.generate(**batch, **options), plain.generate(**batch, **options))
+        return read(ours)
+
+    graphs, addresses = generate()
+    for options in ({}, {"forced_eos_token_id": None}, {"bad_words_ids": [[5]]}, {"num_beams": 1}):
+        with torch.no_grad():
+            for model in (plain, ours):
+                model.model.decoder.layers[0].fc1.weight.mul_(1.1)
+                model.lm_head.weight.mul_(0.9)
+        assert generate(**options) == (graphs, addresses)
+    ours.model.decoder.layers[1].fc1.weight.data = plain.model.decoder.layers[1].fc1.weight.clone()
+    assert generate()[0] is not graphs
+    graphs = read(ours)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours.generate(**batch, num_beams=2, max_new_tokens=7)
+    assert read(ours)[0] is not graphs
+    graphs = read(ours)[0]
+    assert generate()[0] is not graphs
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
 def test_bfloat16(kind: str) -> None:
     """Scores are near those of float32, and the search computes in bfloat16."""
