@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.bert import Bert
@@ -27,6 +28,7 @@ from lightseq_fairseq.huggingface.gpt2 import Gpt2
 from lightseq_fairseq.huggingface.seq2seq import Seq2Seq
 from lightseq_fairseq.huggingface.swapped import Coverage, Swapped, subclass
 from lightseq_fairseq.huggingface.vit import Vit
+from lightseq_fairseq.ops.casting import ALIGNMENT
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -53,10 +55,11 @@ class _State:
 
     family: Bert | Gpt2 | Seq2Seq | Vit
     reads: Reads
+    fp8: bool = False
     report: Coverage = field(default_factory=Coverage)
 
     def __deepcopy__(self, memo: Any) -> _State:
-        return _State(copy.deepcopy(self.family), self.reads)
+        return _State(copy.deepcopy(self.family), self.reads, self.fp8)
 
 
 class Accelerated(Swapped):
@@ -84,12 +87,17 @@ def _class_of(original: Any) -> Any:
             state.report.falls_back(reason, "forward")
             return theirs(self, *args, **kwargs)
         state.report.calls += 1
+        if state.fp8 and self.training and torch.is_grad_enabled() and GIVEN.get() is None:
+            warnings.warn(
+                "lightseq: fp8 needs lightseq.Trainer; this loop computes in bfloat16 or float32.",
+                stacklevel=2,
+            )
         return result
 
     return subclass(original, Accelerated, forward=forward)
 
 
-def accelerate(model: Model) -> Model:
+def accelerate(model: Model, fp8: bool = False) -> Model:
     """Let our layers compute a model's encoder and decoder, and our search run ``generate``;
     returns ``model`` itself.
 
@@ -98,6 +106,8 @@ def accelerate(model: Model) -> Model:
 
     Args:
         model: a model of transformers, or a module that contains one.
+        fp8: our Trainer computes the products of its layers in fp8 (E4M3, delayed scaling), all
+            else in bfloat16. Other loops compute them in bfloat16, and warn.
 
     Raises:
         UserError: our layers do not support this model; the sentence says why.
@@ -108,15 +118,23 @@ def accelerate(model: Model) -> Model:
         raise UserError(
             f"{type(model).__name__} is not supported (supported: {_SUPPORTED}): {_INSTEAD}."
         )
-    new = [encoder for encoder in found if not isinstance(encoder, Accelerated)]
-    for encoder in new:
+    states: dict[Any, _State] = {}
+    for encoder in found:
+        if isinstance(encoder, Accelerated):
+            states[encoder] = encoder._lightseq
+            continue
         _check_supported(encoder)
-    for encoder in new:
         outer = type(_owner(model, encoder)).__name__
         reads = Reads(outer.endswith(_READ_PADS), not outer.endswith(_READ_TOKENS))
         kind, prefix = _FAMILIES[type(encoder).__name__]
-        encoder._lightseq = _State(kind(encoder, prefix), reads)  # type: ignore[assignment]
-        encoder.__class__ = _class_of(type(encoder))  # type: ignore[arg-type]
+        states[encoder] = _State(kind(encoder, prefix), reads)
+    for encoder, state in states.items() if fp8 else ():
+        _check_fp8(encoder, state.family.products(encoder))
+    for encoder, state in states.items():  # nothing has changed before
+        state.fp8 = fp8 or state.fp8
+        if not isinstance(encoder, Accelerated):
+            encoder._lightseq = state
+            encoder.__class__ = _class_of(type(encoder))  # type: ignore[arg-type]
     for module in model.modules():
         if is_generating(module) and _is_theirs(module):
             search_in(module)
@@ -177,3 +195,18 @@ def _check_supported(encoder: Any) -> None:
     }.items():
         if is_so:
             raise UserError(f"{name} with {what} is not supported: {_INSTEAD}.")
+
+
+def _check_fp8(encoder: Any, products: list[list[Tensor]]) -> None:
+    """Raises UserError if its products, each of these weights, cannot be computed in fp8."""
+    for weights in products:
+        width = next((n for n in weights[0].shape if n % ALIGNMENT), None)
+        lacks = f"a width of {width}, which is no multiple of {ALIGNMENT}"
+        if width is None and not weights[0].is_contiguous():
+            lacks = "matrices that are stored transposed"
+        elif width is None:
+            continue
+        raise UserError(
+            f"{type(encoder).__name__} with {lacks}, cannot be computed in fp8: call "
+            "lightseq.accelerate without fp8."
+        )

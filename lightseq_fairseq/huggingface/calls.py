@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.copies import copies
 from lightseq_fairseq.huggingface.covered import LayerNorm, Linear, NotCovered, Reads
-from lightseq_fairseq.huggingface.parts import ReadDecoderLayer, ReadEncoderLayer, fused
+from lightseq_fairseq.huggingface.parts import ReadDecoderLayer, ReadEncoderLayer
+from lightseq_fairseq.layers import fused_groups
 from lightseq_fairseq.memory.packing import Segments
 
 Layers = Sequence[ReadEncoderLayer] | Sequence[ReadDecoderLayer]
@@ -108,7 +109,9 @@ def read_copies(
     dtypes = {p.dtype for p in parameters}
     in_step = GIVEN.get() is not None  # then neighbours lie side by side already
     blocks = [
-        block for block in fused(layers) if not (in_step and all(p.is_contiguous() for p in block))
+        block
+        for block in fused_groups(layers)
+        if not (in_step and all(p.is_contiguous() for p in block))
     ]
     known = {id(p) for block in blocks for p in block}
     # A transposed matrix is not contiguous.

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.accelerated import Accelerated
 from lightseq_fairseq.huggingface.adamw import LightseqAdamW
 from lightseq_fairseq.huggingface.batch import Batch
 from lightseq_fairseq.huggingface.calls import GIVEN, GivenPass
 from lightseq_fairseq.huggingface.copies import replaced
+from lightseq_fairseq.memory.fp8 import OFF, Fp8State, NoFp8, why_no_fp8
 from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.memory.parameters import FlatBuffer, flatten_parameters, give_own_storages
@@ -33,12 +35,19 @@ class CapturedStep:
         model: accelerated.
         optimizer: of all parameters that are trained.
         dtype: of the copies that the layers read; None: they read the parameters' memory.
+        fp8: the layers' products are computed in fp8.
+
+    Raises:
+        UserError: fp8 cannot be used.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: LightseqAdamW, dtype: torch.dtype | None
-    ) -> None:
+        self, model: nn.Module, optimizer: LightseqAdamW, dtype: torch.dtype | None,
+        fp8: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.optimizer, self._dtype = model, optimizer, dtype
+        self._has_fp8 = fp8
+        self._fp8: NoFp8 = OFF
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = self._parameters[0].device
         self._graphs = Graphs(self.device, "training steps")
@@ -73,8 +82,23 @@ class CapturedStep:
         for buffer in buffers:
             give_own_storages(buffer)
         self._gradients = DirectGradients(self._low)
+        if self._has_fp8:
+            self._fp8 = Fp8State(self._products(encoders), self._low, self._fp8.state())
+        self._casts_weights = False  # before the next update
         self._versions = self._version()
         self._knows_unused = False
+
+    def _products(self, encoders: list[Any]) -> _Products:
+        if self._low.data.dtype != torch.bfloat16:
+            raise UserError(
+                "fp8 needs bfloat16: set bf16=True in TrainingArguments, or load the model in it."
+            )
+        if reason := why_no_fp8(self.device):
+            raise UserError(f"fp8 {reason}: call lightseq.accelerate without fp8.")
+        named = self.model.named_parameters()
+        with replaced(self.model, self._read):
+            weights = [each for m in encoders for each in m._lightseq.family.products(m)]
+        return _Products([(name, self._read[id(p)]) for name, p in named], weights)
 
     def _version(self) -> int:
         """Changes if others than the optimizer write a parameter."""
@@ -96,13 +120,20 @@ class CapturedStep:
             items: a number that the function gets as a tensor [], or None.
             function: takes the collator's tensors and ``items``, calls backward, returns the loss.
         """
+        given_items = None if items is None else self._items.fill_(items)
+
+        def compute() -> Tensor:
+            if batch is None:
+                return self._compute(GivenPass(None, None), first, function, inputs, given_items)
+            return self._launch(batch, first, key, given_items, function)
+
         if first:
             self._prepare()
-        given_items = None if items is None else self._items.fill_(items)
-        if batch is None:
-            loss = self._compute(GivenPass(None, None), first, function, inputs, given_items)
-        else:
-            loss = self._launch(batch, first, key, given_items, function)
+        while self._fp8.passes_due:
+            compute()
+            self._share_amaxes()
+            self._fp8.after_pass()
+        loss = compute()
         if first and not self._knows_unused:
             self._leave_out_unused()
         return loss
@@ -134,6 +165,10 @@ class CapturedStep:
             for copy, whole in self._copied:
                 copy.copy_(whole)
             self._versions = self._version()
+            self._casts_weights = True
+        if self._casts_weights:
+            self._fp8.cast_weights()
+            self._casts_weights = False
 
     def _sent(self, batch: Batch) -> Tensor:
         """The block on the device, at the address that graphs read."""
@@ -153,7 +188,7 @@ class CapturedStep:
         try:
             with (
                 replaced(self.model, self._read),
-                Pass(self._gradients).entered(),
+                Pass(self._gradients, self._fp8).entered(),
                 self._gradients.write(accumulate=not first),
             ):
                 return function(inputs, items).detach()
@@ -172,10 +207,35 @@ class CapturedStep:
 
         Of several processes the gradient is the mean, as in DistributedDataParallel.
         """
-        if distributed.is_initialized() and distributed.get_world_size() > 1:
-            flat = self._gradients.flat
-            distributed.all_reduce(flat.div_(distributed.get_world_size()))
+        if _ranks() > 1:
+            distributed.all_reduce(self._gradients.flat.div_(_ranks()))
         self.optimizer.give(
             self._whole, self._gradients.flat, self._low.data if self._dtype else None
         )
-        return self.optimizer.clip_given(max_norm)
+        norm = self.optimizer.clip_given(max_norm)
+        if self._has_fp8:
+            self._share_amaxes()
+            self._fp8.update((~norm.isfinite()).double())
+            self._casts_weights = True
+        return norm
+
+    def _share_amaxes(self) -> None:
+        if _ranks() > 1:
+            distributed.all_reduce(self._fp8.amax, distributed.ReduceOp.MAX)
+
+
+class _Products:
+    """What `Fp8State` asks a model."""
+
+    def __init__(self, named: list[tuple[str, Tensor]], weights: list[list[Tensor]]) -> None:
+        self._named, self._weights = named, weights
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        return self._named
+
+    def products(self) -> list[list[Tensor]]:
+        return self._weights
+
+
+def _ranks() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1

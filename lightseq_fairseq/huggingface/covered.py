@@ -64,7 +64,7 @@ class Reads(NamedTuple):
             raise NotCovered("a sentence begins with a pad, whose features the head may read")
 
 
-@dataclass
+@dataclass(eq=False)
 class Linear:
     """The tensors of an ``nn.Linear``."""
 

@@ -5,10 +5,7 @@ Shapes: N = outputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from lightseq_fairseq.huggingface.covered import LayerNorm, Linear
 from lightseq_fairseq.layers.attention import AttentionParts
@@ -76,16 +73,3 @@ class ReadDecoderLayer(_ReadLayer, DecoderParts):
     @property
     def parts(self) -> list[Linear | LayerNorm]:
         return [*super().parts, *self.encoder_attn.parts, self.encoder_attn_layer_norm]
-
-
-def fused(layers: Sequence[ReadEncoderLayer | ReadDecoderLayer]) -> Iterator[list[Tensor]]:
-    """The tensors that one product reads as one: weights, then biases."""
-    products = [layer.self_attn.parts[:3] for layer in layers]
-    memory = [
-        part for layer in layers if isinstance(layer, ReadDecoderLayer)
-        for part in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj)
-    ]  # fmt: skip
-    for product in (*products, memory):
-        if product:
-            yield [part.weight for part in product]
-            yield [part.bias for part in product]

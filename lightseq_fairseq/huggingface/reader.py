@@ -30,6 +30,7 @@ from lightseq_fairseq.huggingface.calls import (
 )
 from lightseq_fairseq.huggingface.covered import LayerNorm, NotCovered, Reads
 from lightseq_fairseq.huggingface.graphed import FeatureGraphs, GradientGraphs, captures
+from lightseq_fairseq.layers.decoder import fused_groups, product_weights
 from lightseq_fairseq.layers.embedding import embed
 from lightseq_fairseq.layers.encoder import run_encoder
 from lightseq_fairseq.memory.packing import Segments
@@ -114,7 +115,11 @@ class Reader:
 
     def groups(self, model: Any) -> list[list[Tensor]]:
         """Parameters that one product reads as one."""
-        raise NotImplementedError
+        return fused_groups(self.layers(model))
+
+    def products(self, model: Any) -> list[list[Tensor]]:
+        """The weights that each product of the layers reads as one."""
+        return product_weights(self.layers(model))
 
     def can_be_graph(self, model: Any, call: Call) -> bool:
         """Whether the embedding covers such a call, and no step is drawn on the host."""

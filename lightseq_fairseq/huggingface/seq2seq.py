@@ -29,7 +29,6 @@ from lightseq_fairseq.huggingface.parts import (
     ReadAttention,
     ReadDecoderLayer,
     ReadEncoderLayer,
-    fused,
 )
 from lightseq_fairseq.huggingface.reader import ANY, Call, Reader
 from lightseq_fairseq.layers.decoder import run_decoder
@@ -179,10 +178,6 @@ class Seq2Seq(Reader):
     def layers(self, model: Any) -> list[Any]:
         check_attention(model.config)
         return [self._layer(layer, n) for n, layer in enumerate(model.layers, 1)]
-
-    def groups(self, model: Any) -> list[list[Tensor]]:
-        """Parameters that one product reads as one."""
-        return list(fused([self._layer(layer, n) for n, layer in enumerate(model.layers)]))
 
     def _layer(self, layer: Any, place: int) -> ReadEncoderLayer | ReadDecoderLayer:
         check(layer, self._layer_class)

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.accelerated import Accelerated, accelerate
 from lightseq_fairseq.huggingface.adamw import LightseqAdamW
 from lightseq_fairseq.huggingface.batch import Host, packed
@@ -169,12 +170,18 @@ class _Captured:
             self._why_plain = self._reason()
             if self._why_plain is None and not isinstance(optimizer, LightseqAdamW):
                 self._why_plain = "the optimizer is not LightseqAdamW"
+            fp8 = any(part._lightseq.fp8 for part in _accelerated(self.model))
+            if self._why_plain is not None and fp8:
+                raise UserError(
+                    f"fp8 needs the captured step, which does not run, because {self._why_plain}: "
+                    "call lightseq.accelerate without fp8."
+                )
             if self._why_plain is not None:
                 self._note(f"the step is not captured, because {self._why_plain}")
                 return None
             dtype = next(self.model.parameters()).dtype
             low = torch.bfloat16 if self.args.bf16 and dtype == torch.float32 else None
-            self._step = CapturedStep(self.model, optimizer, low)
+            self._step = CapturedStep(self.model, optimizer, low, fp8)
             # Walks through all modules would take longer than the step of a small batch.
             self._host = self._host_of(_accelerated(self.model))
             self._dropouts = [m for m in self.model.modules() if _rates([m])]

@@ -21,7 +21,7 @@ from lightseq_fairseq.huggingface.covered import (
     rate,
     unsupported_sizes,
 )
-from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer, fused
+from lightseq_fairseq.huggingface.parts import ReadAttention, ReadEncoderLayer
 from lightseq_fairseq.huggingface.reader import Call, Reader
 from lightseq_fairseq.layers.sites import SITES_PER_LAYER
 
@@ -47,10 +47,6 @@ class Vit(Reader):
                 config.intermediate_size,
             ),
         }  # fmt: skip
-
-    def groups(self, model: Any) -> list[list[Tensor]]:
-        """Parameters that one product reads as one."""
-        return list(fused(self.layers(model)))
 
     def layers(self, model: Any) -> list[ReadEncoderLayer]:
         check_attention(model.config)

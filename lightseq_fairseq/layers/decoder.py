@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightseq_fairseq.layers.adapter import adapter_of
 from lightseq_fairseq.layers.attention import AttentionParts, MultiheadAttention
-from lightseq_fairseq.layers.encoder import EncoderLayer, LayerParts, TransformerLayer, run_encoder
+from lightseq_fairseq.layers.encoder import LayerParts, TransformerLayer, run_encoder
 from lightseq_fairseq.layers.node import Input, apply
 from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.stack import Stack, Sublayer
@@ -86,7 +86,7 @@ def memory_weight(layers: Iterable[DecoderParts], rng: Tensor | None = None) -> 
     return Weight.of(*_memory(layers), rng=rng)
 
 
-def _products(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Projection]]:
+def _products(layers: Iterable[LayerParts]) -> list[list[Projection]]:
     """For each matrix product of these layers what it reads as one, in the order of rows.
 
     layers: as in ``fused_groups``.
@@ -96,13 +96,13 @@ def _products(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Projec
     for layer in stack:
         own = layer.self_attn
         products += [[own.q_proj, own.k_proj, own.v_proj], [own.out_proj], [layer.fc1], [layer.fc2]]
-        if isinstance(layer, DecoderLayer):
+        if isinstance(layer, DecoderParts):
             products += [[layer.encoder_attn.q_proj], [layer.encoder_attn.out_proj]]
-    memory = _memory(layer for layer in stack if isinstance(layer, DecoderLayer))
+    memory = _memory(layer for layer in stack if isinstance(layer, DecoderParts))
     return [*products, memory] if memory else products
 
 
-def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Tensor]]:
+def fused_groups(layers: Iterable[LayerParts]) -> list[list[Tensor]]:
     """Lists the parameters that one GEMM reads together, for ``parameters.flatten_parameters``.
 
     With these groups, no weights are copied before the GEMMs. Without them, results are the same.
@@ -121,7 +121,7 @@ def fused_groups(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Ten
     return groups
 
 
-def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[Tensor]]:
+def product_weights(layers: Iterable[LayerParts]) -> list[list[Tensor]]:
     """For each matrix product without adapters the weights that it reads, in the order of rows.
 
     If a product with adapters makes queries, keys or values of cross attention, these products are
@@ -130,7 +130,7 @@ def product_weights(layers: Iterable[EncoderLayer | DecoderLayer]) -> list[list[
     layers: as in ``fused_groups``.
     """
     stack = list(layers)
-    decoders = [layer for layer in stack if isinstance(layer, DecoderLayer)]
+    decoders = [layer for layer in stack if isinstance(layer, DecoderParts)]
     cross = {*_memory(decoders), *(layer.encoder_attn.q_proj for layer in decoders)}
     products = _products(stack)
     adapted = {x for product in products for x in product if adapter_of(x) is not None}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.base.errors import UserError
@@ -114,11 +114,22 @@ class NoFp8:
 OFF = NoFp8()
 
 
+def why_no_fp8(device: torch.device) -> str | None:
+    """What a device lacks for products in fp8, a clause; None: nothing."""
+    if device.type != "cuda" or (found := torch.cuda.get_device_capability(device)) >= (8, 9):
+        return None
+    return (
+        "needs a GPU of compute capability 8.9 or later, but this one has "
+        f"{'.'.join(map(str, found))}"
+    )
+
+
 class Fp8State(NoFp8):
     """Scales and fp8 weights of the products of a model, on its device.
 
     Args:
-        model: its products are the lists of weights that ``model.products()`` returns.
+        model: its products are the lists of weights that ``model.products()`` returns, and
+            ``model.named_parameters()`` names them.
         low: the buffer of its trained parameters. The weights of a product must be adjacent.
             Frozen weights are cast only here.
         saved: a `state` of this model, from which scales continue. A state of other products is
@@ -138,7 +149,7 @@ class Fp8State(NoFp8):
     is_on = True
 
     def __init__(
-        self, model: nn.Module, low: FlatBuffer, saved: Mapping[str, Tensor],
+        self, model: Any, low: FlatBuffer, saved: Mapping[str, Tensor],
         memory: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._low = low

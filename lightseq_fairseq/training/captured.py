@@ -28,7 +28,7 @@ from torch import Tensor
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError, is_out_of_memory
 from lightseq_fairseq.base.families import named
-from lightseq_fairseq.memory.fp8 import products
+from lightseq_fairseq.memory.fp8 import products, why_no_fp8
 from lightseq_fairseq.memory.packing import LEAST_GRANULARITY, Granularity, PackedBatch
 from lightseq_fairseq.memory.parameters import flat_buffers
 from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, State, StopReason
@@ -142,11 +142,8 @@ def refuse_fp8(trainer: Any) -> None:
     cfg = trainer.cfg
     if not uses_fp8(cfg):
         return
-    if trainer.cuda and (capability := torch.cuda.get_device_capability(trainer.device)) < (8, 9):
-        raise UserError(
-            "--fp8 needs a GPU of compute capability 8.9 or later, but this one has "
-            f"{'.'.join(map(str, capability))}: remove --fp8."
-        )
+    if trainer.cuda and (reason := why_no_fp8(trainer.device)):
+        raise UserError(f"--fp8 {reason}: remove --fp8.")
     if not products(trainer.get_model()):
         raise UserError(
             "--fp8 has no product to compute, because --lora-on has adapters on all of them, which "
