@@ -2,7 +2,7 @@
 
 For each command fairseq lets hydra compose its configuration from hundreds of settings. That takes
 much of the time of a small run. From the import of this module on, hydra composes the defaults of
-the same components only once, and only settings that are not as in the command before are parsed
+the same component only once, and only settings that are not as in the command before are parsed
 and set. OmegaConf copies the configuration of a dataclass, and of nested settings of the same
 names: a copy takes a quarter of the time. And it copies nodes without a general `copy.deepcopy` of
 what they know about themselves.
@@ -60,7 +60,14 @@ def compose(name: str, overrides: Sequence[str], strict: bool) -> Any:
 
 
 def _defaults(name: str, choices: tuple[str, ...], strict: bool) -> Any:
-    return copy.deepcopy(_composition(name, choices, strict))
+    """The composition of several components: each determines the settings of its own group."""
+    found = copy.deepcopy(_composition(name, (), strict))
+    for choice in choices:
+        group = choice.partition("=")[0]
+        part = copy.deepcopy(_composition(name, (choice,), strict)[group])
+        vars(found)["_content"][group] = part
+        part._set_parent(found)
+    return found
 
 
 @functools.cache
