@@ -54,5 +54,13 @@ export CUDA_VISIBLE_DEVICES=
 export OMP_NUM_THREADS=1
 check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 
+# The oldest transformers that accelerate supports, in a folder of its own.
+if [ $# = 0 ]; then
+    oldest=$PWD/build/transformers-5.0.0
+    [ -e "$oldest" ] || pip install --quiet --target "$oldest" transformers==5.0.0
+    check env PYTHONPATH="$oldest" python -m pytest -n 2 --dist loadfile \
+        tests/huggingface/test_{accelerate,calls,fallbacks,features,gpt2,seq2seq,vit}.py
+fi
+
 cat "$failed" >&2
 exit "$(wc -l <"$failed")"

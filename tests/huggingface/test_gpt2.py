@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.accelerated import assert_ours, assert_same, by_graphs, mask_of, transformers
+from helpers.accelerated import (
+    IS_OLDEST,
+    assert_ours,
+    assert_same,
+    by_graphs,
+    mask_of,
+    needs_captured_step,
+    transformers,
+)
 from helpers.accelerated import computed as result_of
 from torch import Tensor
 
@@ -89,6 +97,7 @@ def test_generation() -> None:
     assert all("cache" in reason for reason in lightseq.report(ours).fallbacks)
 
 
+@pytest.mark.skipif(IS_OLDEST, reason="GPT-2 of transformers 5.0 passes no cu_seq_lens_q on")
 def test_packed_sentences() -> None:
     """cu_seq_lens_q is obeyed; position_ids alone are Hugging Face's."""
     torch.manual_seed(3)
@@ -120,6 +129,7 @@ def test_refusals() -> None:
             lightseq.accelerate(build(**config))
 
 
+@needs_captured_step
 @pytest.mark.parametrize("bf16", [False, True])
 def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture, bf16: bool) -> None:
     torch.manual_seed(4)

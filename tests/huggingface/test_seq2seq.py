@@ -15,6 +15,7 @@ from helpers.accelerated import (
     assert_same,
     by_graphs,
     mask_of,
+    needs_captured_step,
     transformers,
 )
 from test_our_trainer import opened
@@ -284,6 +285,7 @@ def train(folder: Path, cls: Any, model: Any, **settings: Any) -> tuple[list[flo
     return [line["loss"] for line in trainer.state.log_history if "loss" in line], trainer
 
 
+@needs_captured_step
 @pytest.mark.parametrize("family", FAMILIES)
 def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str) -> None:
     torch.manual_seed(16)
@@ -306,6 +308,7 @@ def test_our_trainer_in_bfloat16_with_dropout(tmp_path: Path) -> None:
     assert again == losses
 
 
+@needs_captured_step
 def test_layer_drop_is_not_captured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(18)
     model = build("M2M100", encoder_layerdrop=0.1)

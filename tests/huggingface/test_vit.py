@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.accelerated import assert_ours, transformers
+from helpers.accelerated import assert_ours, needs_captured_step, transformers
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
@@ -91,6 +91,7 @@ def test_dropout_rates_of_now() -> None:
     assert_ours(ours, 3)
 
 
+@needs_captured_step
 def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(3)
     plain = build()
