@@ -133,15 +133,21 @@ for _ in range(2):
 )
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of a library that nvcc has compiled with the headers of this torch."""
+    folder = tmp_path_factory.mktemp("built")
+    done = run([*BUILD, "--output", str(folder)])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @needs_nvcc
-def test_built_library_loads_and_attaches_its_kernels(tmp_path):
-    """nvcc compiles it with the headers of this torch; it is linked, and loaded with or without a
-    GPU."""
-    built = run([*BUILD, "--output", str(tmp_path)])
-    assert built.returncode == 0, built.stderr
-    status = json.loads(in_fresh_python(STATUS, tmp_path))
+def test_built_library_loads_and_attaches_its_kernels(built):
+    """It is linked, and loaded with or without a GPU."""
+    status = json.loads(in_fresh_python(STATUS, built))
     assert status["reason"] == ""
-    assert Path(status["path"]).parent == tmp_path
+    assert Path(status["path"]).parent == built
     assert status["architectures"]
     assert {"dropout_mask", "linear_fwd", "linear_bwd"} <= set(status["kernels"])
 
@@ -159,15 +165,13 @@ def test_built_library_loads_and_attaches_its_kernels(tmp_path):
 
 
 @needs_nvcc
-def test_memory_bound_kernels_spill_no_registers(tmp_path):
+def test_memory_bound_kernels_spill_no_registers(built):
     """ptxas's reports show it. These kernels are limited by bandwidth, which spilled registers
     would use.
 
     Attention is limited by instructions; some of its kernels spill a few registers.
     """
-    built = run([*BUILD, "--output", str(tmp_path)])
-    assert built.returncode == 0, built.stderr
-    described = json.loads(next(tmp_path.glob("*.json")).read_text())
+    described = json.loads(next(built.glob("*.json")).read_text())
     found = {}
     for name in described["objects"]:
         report = (ROOT / "build" / "cuda" / name).with_suffix(".txt").read_text()
