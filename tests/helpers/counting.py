@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 import random
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import helpers.parity as parity
+import helpers.shared as shared
 import torch
 from fairseq import utils
 from fairseq.dataclass.configs import GenerationConfig
@@ -79,14 +79,21 @@ class Toy:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="counting-")
-
-
-@functools.cache
 def toy() -> Toy:
-    """The trained toy; all tests of a process share it."""
-    folder = write_counting(Path(_folder().name))
+    """Trained once in a run of tests, as that of `digits`."""
+    folder = shared.folder("counting")
+    path = folder / "ours.pt"
+    with shared.locked(folder):
+        if not path.exists():
+            _train(write_counting(folder), path)
+    task, model, _ = parity.build(parity.parse(command_line(folder, LS, **FLAGS)))
+    model.load_state_dict(torch.load(path, weights_only=False)["model"], strict=True)
+    native = task.build_model(parity.parse(command_line(folder, NATIVE, **FLAGS)).model)
+    native.load_state_dict(model.state_dict(), strict=True)
+    return Toy(folder, task, model.eval(), native.eval(), path)
+
+
+def _train(folder: Path, path: Path) -> None:
     cfg = parity.parse(command_line(folder, LS, **FLAGS))
     task, model, criterion = parity.build(cfg)
     trainer = parity.Trainer(cfg, task, model, criterion)
@@ -94,12 +101,8 @@ def toy() -> Toy:
     for _ in range(UPDATES):
         trainer.train_step(next(batches))
     trainer.consolidate_optimizer()
-    path = folder / "ours.pt"
     trainer.save_checkpoint(str(path), {})
     WRITER.finish()  # the file is written in a thread
-    native = task.build_model(parity.parse(command_line(folder, NATIVE, **FLAGS)).model)
-    native.load_state_dict(model.state_dict(), strict=True)
-    return Toy(folder, task, model.eval(), native.eval(), path)
 
 
 def variant(**flags: Any) -> tuple[Any, Any, Any]:
