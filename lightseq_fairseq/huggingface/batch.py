@@ -5,7 +5,7 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,12 +34,13 @@ class _Steps(NamedTuple):
 
 
 _LENGTHS, _ROWS = _Steps(32, 16), _Steps(LEAST_GRANULARITY, 64)
-# Pairs have four sizes, which vary independently. Pads of a source cost little; of a target all
-# rows are multiplied by the vocabulary.
+# Pairs have four sizes, which vary independently. Pads cost little, but those of a target that is
+# not packed are multiplied by the vocabulary.
 _SOURCES, _TARGETS, _ROWS_OF_PAIRS = _Steps(32, 2), _Steps(8, 16), _Steps(LEAST_GRANULARITY, 16)
+_IGNORED = -100  # label of a row that does not count
 # What fills up a tensor [B, L].
 _FILLING = {
-    "input_ids": None, "attention_mask": 0, "token_type_ids": 0, "labels": -100,
+    "input_ids": None, "attention_mask": 0, "token_type_ids": 0, "labels": _IGNORED,
     "decoder_input_ids": None,
 }  # fmt: skip
 
@@ -61,12 +62,17 @@ class Host(NamedTuple):
         reads: what its head reads.
         most: tokens of a sentence for which it has positions.
         has_target: it has a decoder, whose input follows from the labels.
+        shifted: the decoder's input int64 [B, L] for labels [B, L], of a model whose head and loss
+            treat each row of the target alone; None: they may not.
+        is_masked: so do those of the encoder, and rows whose label is -100 do not count.
     """
 
     pad: int
     reads: Reads
     most: int
     has_target: bool = False
+    shifted: Callable[[Tensor], Tensor] | None = None
+    is_masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ class Batch:
         large: tensors that follow the block there, such as images or what is on the device already,
             and where they begin.
         lengths: of each side, such as "source": its longest sentence.
+        of_head: the side of which the head gets packed rows [1, rows, C], and the labels [1, rows]:
+            only those that count; None: it gets padded ones.
     """
 
     block: Tensor
@@ -87,11 +95,12 @@ class Batch:
     size: int
     large: tuple[tuple[int, Tensor], ...]
     lengths: tuple[tuple[str, int], ...]
+    of_head: str | None = None
 
     @property
     def shapes(self) -> Hashable:
         """Batches with the same ones use the same graph."""
-        return self.parts, self.lengths
+        return self.parts, self.lengths, self.of_head
 
     def send(self, block: Tensor) -> None:
         """Copy it to ``block``, uint8 [size] on a device, without waiting."""
@@ -160,7 +169,8 @@ def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch
         of_target = {"labels", "decoder_input_ids"} if host.has_target else set()
         _fill_up(tensors, set(tensors) - of_target, ids.shape[-1], lengths, host)
         if labels is not None and host.has_target:
-            _fill_up(tensors, of_target & set(tensors), labels.shape[-1], _TARGETS, host)
+            steps = _TARGETS if host.shifted is None else _SOURCES
+            _fill_up(tensors, of_target & set(tensors), labels.shape[-1], steps, host)
     length = tensors["input_ids"].shape[-1]
     is_real = np.ones((ids.numel() // ids.shape[-1], length), bool)
     if mask is not None:
@@ -169,10 +179,48 @@ def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch
     sides = {"source": is_real}
     if host.has_target:
         # The rows up to the last one whose label counts; no other row changes the loss.
-        counts = tensors["labels"].numpy() != -100
+        counts = tensors["labels"].numpy() != _IGNORED
         sides["target"] = counts[:, ::-1].cumsum(1)[:, ::-1] > 0
     tensors["/rng"] = torch.tensor(rng, dtype=torch.int64)
-    return _joined(tensors, sides)
+    of_head = _pack_labels(tensors, sides, host)
+    return replace(_joined(tensors, sides), of_head=of_head)
+
+
+def _pack_labels(
+    tensors: dict[str, Tensor], sides: Mapping[str, np.ndarray], host: Host
+) -> str | None:
+    """Let the labels be those of packed rows, if the model allows it; returns ``Batch.of_head``.
+
+    Then its head, which has the width of the vocabulary, computes no rows of pads.
+    """
+    labels = tensors.get("labels")
+    if labels is None or labels.device.type != "cpu":
+        return None
+    if host.shifted is not None:
+        if "decoder_input_ids" not in tensors:
+            tensors["decoder_input_ids"] = host.shifted(labels)
+        elif tensors["decoder_input_ids"].shape != labels.shape:
+            raise NotCovered("decoder_input_ids have another shape than labels")
+        _, index = _rows(sides["target"], _ROWS_OF_PAIRS)
+        tensors["labels"] = _taken(labels, index)
+        return "target"
+    if not host.is_masked or labels.shape != tensors["input_ids"].shape:
+        return None
+    _, index = _rows(sides["source"], _ROWS)
+    of_rows = _taken(labels, index)
+    picked = (of_rows[0] != _IGNORED).nonzero()[:, 0]
+    if len(picked) != int((labels != _IGNORED).sum()):
+        raise NotCovered("a pad has a label")
+    more = _ROWS.up(max(len(picked), 1)) - len(picked)
+    tensors["/picked"] = torch.nn.functional.pad(picked, (0, more))
+    taken = of_rows[:, picked]
+    tensors["labels"] = torch.nn.functional.pad(taken, (0, more), value=_IGNORED)
+    return "source"
+
+
+def _taken(labels: Tensor, index: np.ndarray) -> Tensor:
+    """The labels [1, rows] of places in the padded batch; behind it there is none."""
+    return torch.nn.functional.pad(labels.flatten(), (0, 1), value=_IGNORED)[index][None]
 
 
 def packed_call(
@@ -212,15 +260,14 @@ def filled_length(longest: int, most: int) -> int:
     return max(min(length, most), longest) if most else length
 
 
-def _add(tensors: dict[str, Tensor], side: str, is_real: np.ndarray, steps: _Steps) -> None:
-    """Add boundaries and rows of the real tokens, bool [B, L]; at least one row."""
+def _rows(is_real: np.ndarray, steps: _Steps) -> tuple[np.ndarray, np.ndarray]:
+    """Boundaries, and the places of the real tokens, bool [B, L]; at least one row."""
     places = is_real.ravel().nonzero()[0]
     index = np.full(steps.up(max(len(places), 1)), is_real.size, np.int64)
     index[: len(places)] = places
     cu_seqlens = np.zeros(len(is_real) + 1, np.int32)
     is_real.sum(1, dtype=np.int32).cumsum(out=cu_seqlens[1:])
-    tensors[f"/{side}"] = torch.from_numpy(cu_seqlens)
-    tensors[f"/{side} rows"] = torch.from_numpy(index)
+    return cu_seqlens, index
 
 
 def _fill_up(
@@ -246,7 +293,9 @@ def _joined(given: Mapping[str, Tensor], sides: Mapping[str, np.ndarray]) -> Bat
     """sides: bool [B, L], true at real tokens."""
     tensors = dict(given)
     for side, is_real in sides.items():
-        _add(tensors, side, is_real, _ROWS if len(sides) == 1 else _ROWS_OF_PAIRS)
+        cu_seqlens, index = _rows(is_real, _ROWS if len(sides) == 1 else _ROWS_OF_PAIRS)
+        tensors[f"/{side}"] = torch.from_numpy(cu_seqlens)
+        tensors[f"/{side} rows"] = torch.from_numpy(index)
 
     def is_large(x: Tensor) -> bool:
         return x.nbytes >= _LARGE or x.device.type != "cpu" or x.requires_grad

@@ -29,10 +29,14 @@ class GivenPass(NamedTuple):
         segments: "source" and, if there is a decoder, "target".
         segments, rng: None if the host has not packed the batch. Then the call runs as outside of a
             step, but the step has the parameters.
+        of_head: see `Batch`.
+        picked: int64 [rows], the packed rows that the head gets; None: all.
     """
 
     segments: Mapping[str, Segments] | None
     rng: Tensor | None
+    of_head: str | None = None
+    picked: Tensor | None = None
 
 
 #: Within a captured step: what it knows.
@@ -179,6 +183,16 @@ def step_segments(side: str, shape: tuple[int, int]) -> Segments | None:
     if shape != step.segments[side].shape:
         raise NotCovered("a part of the model is called with another batch than the model")
     return step.segments[side]
+
+
+def rows_of_head(side: str, packed: Tensor) -> Tensor | None:
+    """What the head gets of packed rows [T, C] in a captured step: [1, rows, C]; None: a padded
+    result."""
+    step = GIVEN.get()
+    if step is None or step.of_head != side:
+        return None
+    rows = packed if step.picked is None else packed.index_select(0, step.picked)
+    return rows[None]
 
 
 def given_segments(

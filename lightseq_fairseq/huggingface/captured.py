@@ -146,7 +146,7 @@ class CapturedStep:
 
         def run() -> Tensor:
             tensors, segments, rng = batch.open(block)
-            given = GivenPass(segments, rng)
+            given = GivenPass(segments, rng, batch.of_head, tensors.pop("/picked", None))
             return self._compute(given, first, function, tensors, items)
 
         shapes = (batch.shapes, first, key, items is None)

@@ -25,6 +25,7 @@ from lightseq_fairseq.huggingface.calls import (
     read_copies,
     recomputes,
     rng_of,
+    rows_of_head,
     segments_of,
     step_segments,
 )
@@ -170,13 +171,15 @@ class Reader:
         memory: Tensor | None, sides: Mapping[str, Segments], rng: Tensor, again: bool = False,
         states: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """The result [B, L, C] for embeddings x [T, C]."""
+        """The result [B, L, C] for embeddings x [T, C]; in a captured step perhaps what its head
+        gets, see `rows_of_head`."""
         dtype = self.weight(model).dtype
         if layers:
             x = x.to(layers[0].fc1.weight.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            y = self.run_layers(layers, last, x, memory, sides, rng, again, states)
-        return sides["own"].pad(y.to(dtype))
+            y = self.run_layers(layers, last, x, memory, sides, rng, again, states).to(dtype)
+        rows = rows_of_head("source" if memory is None else "target", y)
+        return sides["own"].pad(y) if rows is None else rows
 
     def run_layers(
         self, layers: list[Any], last: LayerNorm | None, x: Tensor, memory: Tensor | None,

@@ -5,7 +5,9 @@ What the step does not cover, the Trainer's own step computes; one line in the l
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -159,9 +161,17 @@ class _Captured:
         families = ((part._lightseq.family, part) for part in parts)
         most = min(family.most(part) for family, part in families)
         reads = parts[0]._lightseq.reads
+        name = type(self.model).__name__
+        if not type(self.model).__module__.startswith("transformers.models."):
+            name = ""  # nobody knows what its head computes
         if len(parts) > 1:
-            reads = Reads(pads=False, first=False)
-        return Host(pad, reads, most, has_target=len(parts) > 1)
+            has_known_head = name.endswith(("ForConditionalGeneration", "MTModel"))
+            return Host(
+                pad, Reads(pads=False, first=False), most, has_target=True,
+                shifted=functools.partial(_shifted, self.model) if has_known_head else None,
+            )  # fmt: skip
+        is_masked = name.endswith("ForMaskedLM") and getattr(parts[0], "pooler", None) is None
+        return Host(pad, reads, most, is_masked=is_masked)
 
     def _captured_step(self: Any) -> CapturedStep | None:
         """Made at the first batch, when all else is in its place."""
@@ -227,6 +237,16 @@ class _Captured:
     def _ended(self: Any, max_norm: float) -> Tensor:
         self._micro_batch = 0
         return self._step.clip(max_norm)
+
+
+def _shifted(model: Any, labels: Tensor) -> Tensor:
+    """The decoder's input that the model makes of labels int64 [B, L]."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        shifted: Tensor = model.prepare_decoder_input_ids_from_labels(labels)
+        return shifted
+    own = sys.modules[type(model).__module__].shift_tokens_right  # as M2M-100
+    shifted = own(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+    return shifted
 
 
 def _accelerated(model: nn.Module) -> list[Any]:

@@ -289,10 +289,13 @@ def train(folder: Path, cls: Any, model: Any, **settings: Any) -> tuple[list[flo
 @pytest.mark.parametrize("family", FAMILIES)
 def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str) -> None:
     torch.manual_seed(16)
-    model = build(family)
+    model, rows = build(family), []
+    model.lm_head.register_forward_hook(lambda *given: rows.append(tuple(given[-1].shape[:-1])))
     plain, _ = train(tmp_path, transformers.Seq2SeqTrainer, model)
     ours, trainer = train(tmp_path, lightseq.Seq2SeqTrainer, model)
     assert ours == pytest.approx(plain, rel=1e-4)
+    # The head, which has the width of the vocabulary, gets packed rows: the least number.
+    assert len(rows) == 48 and set(rows[24:]) == {(1, 64)}
     assert_ours(trainer.model, 48)
     assert isinstance(trainer.optimizer.optimizer, lightseq.LightseqAdamW)
     assert not caplog.text
