@@ -58,7 +58,7 @@ def write(folder: Path, pairs: int) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Name of data -> folder."""
-    some, few = (write(tmp_path_factory.mktemp("data"), pairs) for pairs in (973, 50))
+    some, few = (write(tmp_path_factory.mktemp("data"), pairs) for pairs in (487, 50))
     found = {name: some / name for name in ("pairs", "text", "classes")}
     return found | {
         "few pairs": few / "pairs",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import forked_commands
 from helpers.cli_runs import SMALL, run, succeed
 
 # isort: split
@@ -138,7 +138,7 @@ def test_interactive_reads_the_same_lines_from_a_file_and_a_pipe(place: Path, na
     words = [str(place / "data"), "--path", str(place / "checkpoint_last.pt"), "--cpu",
              "--max-len-b", "3", *["--native"] * native]  # fmt: skip
     from_file = succeed("interactive", *words, "--input", place / "input")
-    python = [sys.executable, "-m", "lightseq_fairseq.cli.interactive", *words]
+    python = [forked_commands.python(), "-m", "lightseq_fairseq.cli.interactive", *words]
     with (place / "input").open("rb") as pipe:
         done = subprocess.run(python, stdin=pipe, capture_output=True, text=True, timeout=100)
     for printed in (from_file, done.stdout):
