@@ -13,6 +13,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ "${1:-}" = --help ]; then
+    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
+    exit
+fi
+
 fail() {
     echo "setup: $*" >&2
     exit 1
@@ -33,6 +38,12 @@ find_python() {
     fail "${PYTHON:-python3} is not Python 3.10 to 3.13: install one of them and name it," \
         "as in PYTHON=python3.11 bash scripts/setup.sh"
 }
+
+known=" $(awk '/^\[options.extras_require\]/ { on = 1; next } /^\[/ { on = 0 }
+    on && /^[a-z]+ *=/ { printf "%s ", $1 }' setup.cfg)"
+for extra in ${1//,/ }; do
+    [[ $known == *" $extra "* ]] || fail "$extra is none of the extras in setup.cfg:$known"
+done
 
 if [ -x .venv/bin/pip ]; then # pip comes last: a .venv without it is unfinished
     is_supported .venv/bin/python ||

@@ -6,6 +6,8 @@ import argparse
 import os
 from typing import Any
 
+import click
+
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request
@@ -56,6 +58,15 @@ def first(request: Request) -> None:
         raise UserError(
             "--restore-file and --finetune-from-model cannot be used together: remove one."
         )
+    if (
+        flag == "--save-dir"
+        and args.finetune_from_model is not None
+        and os.environ.get("RANK", "0") == "0"
+    ):
+        click.echo(
+            f"lightseq-train: note: the run resumes from {path}, so --finetune-from-model is not "
+            "read. To begin a new run, choose another --save-dir.", err=True,
+        )  # fmt: skip
     if path is not None and not PathManager.isfile(path):
         there = os.path.join(args.save_dir, path)
         if os.path.isdir(path):

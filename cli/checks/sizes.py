@@ -68,8 +68,7 @@ def from_checkpoint(request: Request) -> None:
         return
     trained = settings_of(checkpoint, "model")
     arch = str(trained.get("arch") or trained.get("_name"))
-    is_named = start != "--save-dir" or args.finetune_from_model is not None
-    takes = is_named or args.arch.removeprefix(PREFIX) == arch.removeprefix(PREFIX)
+    takes = start != "--save-dir" or args.arch.removeprefix(PREFIX) == arch.removeprefix(PREFIX)
     flags = {action.dest: action.option_strings for action in request.parser._actions}
     taken: dict[str, Any] = {}
     for name, now, size in _differences(args, trained, model):

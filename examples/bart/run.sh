@@ -73,7 +73,7 @@ if [ ! -e "$run/pretrained-$pretraining" ]; then
         --sample-break-mode eos --mask 0.3 --mask-length span-poisson --poisson-lambda 3 \
         --replace-length 1 --mask-random 0.1 --rotate 0 --criterion ls_cross_entropy \
         $(flags_of "$pretraining") --adam-betas '(0.9, 0.98)' "${pretrain[@]}" \
-        --save-dir "$run/pretrained" 2>&1 | tee -a "$run/pretrain.log"
+        --save-dir "$run/pretrained" 2>&1 | tee -i -a "$run/pretrain.log"
     touch "$run/pretrained-$pretraining"
 fi
 (cd "$root" && python3 -m examples.curves "$run/pretrain.log" "$run/pretrain.svg" \
@@ -92,7 +92,7 @@ translate() { # PAIRS pre-trained|scratch
     lightseq-train "$run/pairs$pairs" ${native[@]+"${native[@]}"} --source-lang de \
         --target-lang en --criterion ls_label_smoothed_cross_entropy --label-smoothing 0.1 \
         $(flags_of "$updates") --adam-betas '(0.9, 0.98)' "${tune[@]}" \
-        ${from[@]+"${from[@]}"} --save-dir "$folder/checkpoints" 2>&1 | tee -a "$folder.log"
+        ${from[@]+"${from[@]}"} --save-dir "$folder/checkpoints" 2>&1 | tee -i -a "$folder.log"
     lightseq-generate "$run/pairs$pairs" ${native[@]+"${native[@]}"} --source-lang de \
         --target-lang en --path "$folder/checkpoints/checkpoint_best.pt" --beam 5 \
         --max-len-a 1.5 --max-len-b 10 --max-tokens 4096 --remove-bpe >"$folder/generate.log"

@@ -61,7 +61,7 @@ if [ ! -e "$run/trained-$updates" ]; then
         ${precision_flag[@]+"${precision_flag[@]}"} \
         --save-dir "$checkpoints" --save-interval 100000 --validate-interval 100000 \
         --log-format json --log-interval $(((every + 4) / 5)) \
-        ${words[@]+"${words[@]}"} 2>&1 | tee -a "$run/train.log"
+        ${words[@]+"${words[@]}"} 2>&1 | tee -i -a "$run/train.log"
     touch "$run/trained-$updates"
 fi
 

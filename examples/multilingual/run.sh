@@ -72,7 +72,7 @@ lightseq-train "$run/bin" ${native[@]+"${native[@]}"} --arch ls_transformer \
     --save-dir "$run/checkpoints" --save-interval-updates "$every" --keep-interval-updates 1 \
     --save-interval 100000 --validate-interval 100000 --no-epoch-checkpoints \
     --log-format json --log-interval $(((updates + 29) / 30)) \
-    ${words[@]+"${words[@]}"} 2>&1 | tee "$run/train.log"
+    ${words[@]+"${words[@]}"} 2>&1 | tee -i "$run/train.log"
 (cd "$root" && python3 -m examples.curves "$run/train.log" "$run/curves.svg" \
     --title "Multi30k in ${#directions[@]} directions, $size, $system")
 

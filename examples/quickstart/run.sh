@@ -44,7 +44,7 @@ lightseq-train "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang
     --eval-bleu --eval-bleu-args '{"beam": 1, "max_len_b": 40}' \
     --eval-bleu-detok space --eval-bleu-remove-bpe \
     --save-dir "$checkpoints" --no-epoch-checkpoints \
-    --log-format json --log-interval $(((updates + 29) / 30)) 2>&1 | tee "$out/train.log"
+    --log-format json --log-interval $(((updates + 29) / 30)) 2>&1 | tee -i "$out/train.log"
 
 echo "== translating the test set (5 s on one core of an AMD EPYC)"
 lightseq-generate "$bin" ${native[@]+"${native[@]}"} --source-lang de --target-lang en \
@@ -58,9 +58,9 @@ number=vierhundertsechstausendacht # four hundred and six thousand and eight
 if [ -n "${activated:-}" ]; then
     echo "before you translate, type: . $root/.venv/bin/activate"
 fi
-echo "translate a number: echo $number | lightseq-interactive $bin --beam 1 --max-len-b 40 \\
+echo "translate a number (the line D-0): echo $number | lightseq-interactive $bin --beam 1 --max-len-b 40 \\
     --path $checkpoints/checkpoint_last.pt --bpe subword_nmt --bpe-codes $text/codes --remove-bpe"
 echo "in Python: python3 -c 'from lightseq_fairseq import Translator; print(Translator.from_pretrained(
     \"$checkpoints\", \"$bin\", bpe=\"subword_nmt\", bpe_codes=\"$text/codes\", remove_bpe=True
-).translate(\"$number\").text)'"
+).translate(\"$number\", beam=1, max_len_b=40).text)'"
 lightseq-score --sys "$out/test.hyp.en" --reference "$text/test.en" --json "$out/bleu.json"

@@ -93,7 +93,7 @@ if [ -z "$without" ]; then
     lightseq-train "$run/bin" ${native[@]+"${native[@]}"} --task masked_lm \
         "${common[@]}" "${pretrain[@]}" --criterion ls_masked_lm \
         --sample-break-mode eos --tokens-per-sample 256 \
-        --save-dir "$run/pretrained" 2>&1 | tee "$run/pretrain.log"
+        --save-dir "$run/pretrained" 2>&1 | tee -i "$run/pretrain.log"
     (cd "$root" && python3 -m examples.curves "$run/pretrain.log" "$run/pretrain.svg" \
         --title "Masked captions and source code, $size, $system")
     tuned_from=(--finetune-from-model "$run/pretrained/checkpoint_best.pt")
@@ -106,14 +106,14 @@ lightseq-train "$run/pairs" ${native[@]+"${native[@]}"} "${task[@]}" \
     "${common[@]}" "${finetune[@]}" --criterion ls_sentence_prediction \
     ${tuned_from[@]+"${tuned_from[@]}"} \
     --best-checkpoint-metric accuracy --maximize-best-checkpoint-metric \
-    --save-dir "$run/tuned" 2>&1 | tee "$run/finetune.log"
+    --save-dir "$run/tuned" 2>&1 | tee -i "$run/finetune.log"
 (cd "$root" && python3 -m examples.curves "$run/finetune.log" "$run/finetune.svg" \
     --title "Pairs of captions, $size, $system")
 
 echo "== accuracy on the test pairs (all stages: $run_took)"
 lightseq-validate "$run/pairs" ${native[@]+"${native[@]}"} "${task[@]}" \
     --path "$run/tuned/checkpoint_best.pt" --valid-subset test --batch-size 64 \
-    --log-format json 2>&1 | tee "$run/evaluate.log"
+    --log-format json 2>&1 | tee -i "$run/evaluate.log"
 scores='{"pretraining_updates": '$([ -z "$without" ] && echo "$updates" || echo 0)
 sed -nE "s/.*\"test_accuracy\": \"([0-9.]+)\".*/$scores, \"accuracy\": \\1}/p" "$run/evaluate.log" \
     >"$run/accuracy.json"

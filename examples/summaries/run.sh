@@ -67,7 +67,7 @@ train() { # UPDATES LOG FLAG...
         --max-update "$updates" --seed "$seed" --distributed-world-size 1 \
         --save-interval-updates "$every" --keep-interval-updates 1 --save-interval 100000 \
         --validate-interval 100000 --no-epoch-checkpoints --log-format json \
-        --log-interval "$interval" "$@" 2>&1 | tee "$run/$log.log"
+        --log-interval "$interval" "$@" 2>&1 | tee -i "$run/$log.log"
     (cd "$root" && python3 -m examples.curves "$run/$log.log" "$run/$log.svg" \
         --title "Docstrings, $log, $size, $system")
 }

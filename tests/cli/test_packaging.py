@@ -195,3 +195,18 @@ def test_pip_installs_what_the_kernels_are_compiled_with(
         torch,
         "nvidia-cublas==13.*",
     ]
+
+
+def test_setup_refuses_unknown_words_and_has_a_page(setup_cfg) -> None:
+    extras = list(setup_cfg["options.extras_require"])
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", ROOT / "scripts" / "setup.sh", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    refused = run("docs,cpu")
+    assert refused.returncode == 1
+    expected = f"setup: cpu is none of the extras in setup.cfg: {' '.join(extras)}"
+    assert refused.stderr.strip() == expected and not refused.stdout
+    page = run("--help")
+    assert page.returncode == 0 and "bash scripts/setup.sh [extras of setup.cfg" in page.stdout

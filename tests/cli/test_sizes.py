@@ -119,12 +119,18 @@ def test_a_run_resumes_with_its_sizes(trained: Trained, tmp_path: Path, name: st
     assert "taken from" not in run("train", *words, *shlex.split(MODELS[name][0])).stderr
 
 
-def test_a_run_does_not_resume_with_another_arch(trained: Trained) -> None:
+@pytest.mark.parametrize("tunes", [False, True])
+def test_a_run_does_not_resume_with_another_arch(trained: Trained, tunes: bool) -> None:
+    """With --finetune-from-model, too, which is not read if the folder has a run, even if it is
+    missing: a note says so."""
     folder = trained.paths["pairs"].parent
     words = [trained.data["pairs"], "--arch", "ls_transformer_tiny", *RUN, "--save-dir", folder]
-    result = run("train", *words)
+    result = run("train", *words, *(["--finetune-from-model", "missing.pt"] if tunes else []))
     assert result.exit_code == 2 and "does not match checkpoint" in result.stderr
     assert "this folder has a run of --arch ls_transformer: use its --arch" in result.stderr
+    assert "taken from" not in result.stderr
+    note = "checkpoint_last.pt, so --finetune-from-model is not read. To begin a new run, choose"
+    assert (note in result.stderr) == tunes
 
 
 def test_native_takes_no_sizes(trained: Trained, tmp_path: Path) -> None:

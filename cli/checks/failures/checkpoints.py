@@ -161,7 +161,8 @@ def _other_part(found: re.Match[str], request: Request) -> str:
     of_adam = "ls_adam resumes from adam in any precision. " * saved.startswith("--optimizer adam ")
     return (
         f"This run uses {asked}, but {checkpoint(request)} was saved with {saved}: use its "
-        f"{part}{' and precision' * is_optimizer}. {of_adam}With --reset-optimizer, the state of "
+        f"{part}{' and precision' * is_optimizer}, or begin a new run in another --save-dir. "
+        f"{of_adam}With --reset-optimizer, the state of "
         "the optimizer, the number of updates and the warm-up begin again."
     )
 
