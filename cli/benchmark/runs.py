@@ -110,11 +110,11 @@ def take_turns(
                     click.echo(f"{name}: {error}", err=True)
                     if not isinstance(error, Unable):
                         failed.append(name)
-            # Write after each round, so that an interrupted benchmark keeps its results.
-            new = [bench.row(case, system, its) for system, its in runs.items() if its]
-            if new and output is not None:
-                old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
-                result_rows.write(merged(old, new), output)
+                # Write after each run, so that an interrupted benchmark keeps its results.
+                new = [bench.row(case, system, its) for system, its in runs.items() if its]
+                if new and output is not None:
+                    old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
+                    result_rows.write(merged(old, new), output)
         if new:
             measured = True
             click.echo("\n".join(bench.table(new)))
