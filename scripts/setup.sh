@@ -41,7 +41,8 @@ find_python() {
 
 known=" $(awk '/^\[options.extras_require\]/ { on = 1; next } /^\[/ { on = 0 }
     on && /^[a-z]+ *=/ { printf "%s ", $1 }' setup.cfg)"
-for extra in ${1//,/ }; do
+given=${1:-}
+for extra in ${given//,/ }; do
     [[ $known == *" $extra "* ]] || fail "$extra is none of the extras in setup.cfg:$known"
 done
 

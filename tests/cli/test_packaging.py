@@ -197,16 +197,21 @@ def test_pip_installs_what_the_kernels_are_compiled_with(
     ]
 
 
-def test_setup_refuses_unknown_words_and_has_a_page(setup_cfg) -> None:
-    extras = list(setup_cfg["options.extras_require"])
+def test_arguments_of_setup(setup_cfg, tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in ("setup.cfg", "scripts/setup.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", ROOT / "scripts" / "setup.sh", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            ["bash", tmp_path / "scripts" / "setup.sh", *words], capture_output=True, text=True,
+            check=False, env={**os.environ, "PYTHON": "no-such-python"},
+        )  # fmt: skip
 
-    refused = run("docs,cpu")
-    assert refused.returncode == 1
-    expected = f"setup: cpu is none of the extras in setup.cfg: {' '.join(extras)}"
-    assert refused.stderr.strip() == expected and not refused.stdout
+    for known in ((), ("docs,test",)):
+        assert "no-such-python is not Python 3.10 to 3.13" in run(*known).stderr
+    refused, extras = run("docs,cpu"), " ".join(setup_cfg["options.extras_require"])
+    assert refused.returncode == 1 and not refused.stdout
+    assert refused.stderr.strip() == f"setup: cpu is none of the extras in setup.cfg: {extras}"
     page = run("--help")
     assert page.returncode == 0 and "bash scripts/setup.sh [extras of setup.cfg" in page.stdout
