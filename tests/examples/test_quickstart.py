@@ -154,7 +154,8 @@ def test_the_command_trains_translates_and_scores(
     assert dict(row["curves"]["train_loss"]) == curves.read_curves(Path("train.log"))["train_loss"]
 
     # The two commands that it prints.
-    printed = result.stdout.partition("translate a number (the line D-0): ")[2].partition("BLEU|")[0]
+    _, _, printed = result.stdout.partition("translate a number (the line D-0): ")
+    printed = printed.partition("BLEU|")[0]
     command, in_python = printed.split("in Python: ")
     assert all(NUMBER in x for x in (command, in_python))
     answer = bash("-euo", "pipefail", "-c", command, cwd=tmp_path)
