@@ -103,7 +103,10 @@ def _differences(
         if now is None:
             block = getattr(args, "tokens_per_sample", None)
             now = (name in _POSITIONS.values() and block) or _DEFAULTS.get(name)
-        if _plain(now) != _plain(size):
+        # fairseq writes the number of the layers that --decoder-layers-to-keep keeps.
+        kept = getattr(args, f"{name}_to_keep", None)
+        sizes_now = {_plain(now), *([_plain(len(kept.split(",")))] if kept else [])}
+        if _plain(size) not in sizes_now:
             yield name, now, size
 
 

@@ -119,6 +119,15 @@ def test_a_run_resumes_with_its_sizes(trained: Trained, tmp_path: Path, name: st
     assert "taken from" not in run("train", *words, *shlex.split(MODELS[name][0])).stderr
 
 
+def test_a_run_that_keeps_some_layers_resumes(trained: Trained, tmp_path: Path) -> None:
+    """fairseq's file has the number of those."""
+    words = [*trained.first["pairs"], *shlex.split(MODELS["pairs"][0]), *RUN,
+             "--decoder-layers-to-keep", "1", "--save-dir", tmp_path]  # fmt: skip
+    succeed("train", *words, "--native")
+    result = run("train", *words, "--max-update", "3")
+    assert result.exit_code == 0, (result.output, result.exception)
+
+
 @pytest.mark.parametrize("tunes", [False, True])
 def test_a_run_does_not_resume_with_another_arch(trained: Trained, tunes: bool) -> None:
     """With --finetune-from-model, too, which is not read if the folder has a run, even if it is
