@@ -104,9 +104,9 @@ def _differences(
             block = getattr(args, "tokens_per_sample", None)
             now = (name in _POSITIONS.values() and block) or _DEFAULTS.get(name)
         # fairseq writes the number of the layers that --decoder-layers-to-keep keeps.
-        kept = getattr(args, f"{name}_to_keep", None)
-        sizes_now = {_plain(now), *([_plain(len(kept.split(",")))] if kept else [])}
-        if _plain(size) not in sizes_now:
+        kept = getattr(args, f"{name}_to_keep", None) or []
+        count = len(kept.split(",") if isinstance(kept, str) else kept)
+        if _plain(size) not in (_plain(now), count and _plain(count)):
             yield name, now, size
 
 

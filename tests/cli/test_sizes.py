@@ -121,8 +121,9 @@ def test_a_run_resumes_with_its_sizes(trained: Trained, tmp_path: Path, name: st
 
 def test_a_run_that_keeps_some_layers_resumes(trained: Trained, tmp_path: Path) -> None:
     """fairseq's file has the number of those."""
-    words = [*trained.first["pairs"], *shlex.split(MODELS["pairs"][0]), *RUN,
-             "--decoder-layers-to-keep", "1", "--save-dir", tmp_path]  # fmt: skip
+    sizes = MODELS["text"][0].replace("--decoder-layers 1", "--decoder-layers 2")
+    words = [*trained.first["text"], *shlex.split(sizes), *RUN, "--decoder-layers-to-keep", "0",
+             "--save-dir", tmp_path, "--arch", "ls_transformer_lm_gpt2_small"]  # fmt: skip
     succeed("train", *words, "--native")
     result = run("train", *words, "--max-update", "3")
     assert result.exit_code == 0, (result.output, result.exception)
