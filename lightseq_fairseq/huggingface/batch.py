@@ -140,24 +140,20 @@ class Batch:
 def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch:
     """The batch.
 
-    inputs: the collator's tensors; ``input_ids`` and ``attention_mask`` are int64 [..., L], and
-        ``labels`` of a decoder [B, L]. The last two are on the CPU, the others may be on the
-        device. rng: see ``layers.draw_rng``.
+    inputs: the collator's tensors on the CPU; ``input_ids`` and ``attention_mask`` are int64
+        [..., L], and ``labels`` of a decoder [B, L]. rng: see ``layers.draw_rng``.
 
     Raises:
         NotCovered: it has no packed form.
     """
     for name, value in inputs.items():
-        if not isinstance(value, Tensor):
-            raise NotCovered(f"{name} is not a tensor")
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            raise NotCovered(f"{name} is not a tensor on the CPU")
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if "pixel_values" in inputs and ids is None:
         return _joined({**inputs, "/rng": torch.tensor(rng, dtype=torch.int64)}, {})
     if ids is None or ids.dim() < 2 or ids.numel() == 0:
         raise NotCovered("there are no input_ids [B, L]")
-    for name in ("attention_mask", "labels") if host.has_target else ("attention_mask",):
-        if name in inputs and inputs[name].device.type != "cpu":
-            raise NotCovered(f"{name} is not on the CPU")
     if mask is not None and mask.shape != ids.shape:
         raise NotCovered("the attention mask has another shape than input_ids")
     labels = inputs.get("labels")
@@ -194,7 +190,7 @@ def _pack_labels(
     Then its head, which has the width of the vocabulary, computes no rows of pads.
     """
     labels = tensors.get("labels")
-    if labels is None or labels.device.type != "cpu":
+    if labels is None:
         return None
     if host.shifted is not None:
         if "decoder_input_ids" not in tensors:

@@ -213,7 +213,7 @@ class CapturedStep:
             self._whole, self._gradients.flat, self._low.data if self._dtype else None
         )
         norm = self.optimizer.clip_given(max_norm)
-        if self._has_fp8:
+        if self._fp8.is_on:
             self._share_amaxes()
             self._fp8.update((~norm.isfinite()).double())
             self._casts_weights = True

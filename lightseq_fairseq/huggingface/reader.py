@@ -8,6 +8,7 @@ C = model width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +69,7 @@ class Call:
     memory_mask: Tensor | None = None
 
 
-class Reader:
+class Reader(ABC):
     """How to read one module; a family is a subclass.
 
     Attributes:
@@ -83,28 +84,28 @@ class Reader:
         self._features = FeatureGraphs("passes of the encoder")
         self._passes = GradientGraphs("passes of the encoder with their backward")
 
+    @abstractmethod
     def layers(self, model: Any) -> list[Any]:
         """The layers as ours read them. Raises NotCovered if one computes something else."""
-        raise NotImplementedError
 
     def last(self, model: Any) -> LayerNorm | None:
         """The LayerNorm behind the layers."""
         return None
 
+    @abstractmethod
     def weight(self, model: Any) -> Tensor:
         """A parameter of the embedding, whose dtype the result has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rate(self, model: Any) -> float:
         """The dropout rate behind the embedding, 0 in evaluation."""
-        raise NotImplementedError
 
     def embedding(
         self, model: Any, segments: Segments, tokens: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Arguments of ``layers.embed`` for the real tokens. Raises NotCovered if something has
         changed what the embeddings compute, or if there are too few positions."""
-        raise NotImplementedError
+        raise NotCovered("its embedding is Hugging Face's")
 
     def most(self, model: Any) -> int:
         """Tokens of a sentence for which there are positions; 0: it has none."""
@@ -123,7 +124,7 @@ class Reader:
         return product_weights(self.layers(model))
 
     def can_be_graph(self, model: Any, call: Call) -> bool:
-        """Whether the embedding covers such a call, and no step is drawn on the host."""
+        """Whether the embedding covers such a call, and nothing is drawn on the host."""
         return False
 
     def graph_key(self, model: Any) -> Any:

@@ -293,7 +293,7 @@ def test_a_batch_is_filled_up_and_packed() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"input_ids": np.zeros((2, 3))}, "input_ids is not a tensor"),
+        ({"input_ids": np.zeros((2, 3))}, "input_ids is not a tensor on the CPU"),
         ({"pixels": torch.zeros(2, 3)}, "there are no input_ids"),
         ({"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 1, 3, 3)},
          "the attention mask has another shape"),
