@@ -6,7 +6,6 @@ The kernels of a small batch take less time than their launches. So the module r
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
+from lightseq_fairseq.generation.turns import Turns
 from lightseq_fairseq.memory.graphs import Graphs
 
 Result = TypeVar("Result")
@@ -34,10 +34,9 @@ class ModuleGraphs:
 
     _addresses: ParameterAddresses
     _block: Tensor
-    _done: torch.cuda.Event | None
 
     def __init__(self, what: str) -> None:
-        self._what, self._turn = what, threading.Lock()
+        self._what, self._turns = what, Turns()
         self._graphs: Graphs | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -53,17 +52,16 @@ class ModuleGraphs:
         size: of the batch, in bytes. send: copies the batch to the block, uint8 [size]. launch:
             computes the result from it by the graphs, and copies it: the next pass overwrites it.
         """
-        with self._alone():
+        with self._alone(device):
             graphs = self._open(module, device, size)
             block = self._block[:size]
-            with self._in_turn(device):
-                send(block)
-                return launch(graphs, block)
+            send(block)
+            return launch(graphs, block)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other thread uses the graphs; an error drops them."""
-        with self._turn:
+    def _alone(self, device: torch.device) -> Iterator[None]:
+        """No other thread or stream uses the graphs; an error drops them."""
+        with self._turns.turn(device):
             try:
                 yield
             except BaseException:
@@ -76,22 +74,10 @@ class ModuleGraphs:
             self._forget()
             self._graphs = Graphs(device, self._what)
             self._addresses = ParameterAddresses(module)
-            self._done = torch.cuda.Event() if device.type == "cuda" else None
             room = max(_LEAST_BLOCK, 1 << (size - 1).bit_length())
             with torch.inference_mode(False):  # else only calls in inference mode could write it
                 self._block = torch.zeros(room, dtype=torch.uint8, device=device)
         return self._graphs
-
-    @contextlib.contextmanager
-    def _in_turn(self, device: torch.device) -> Iterator[None]:
-        """Let the current stream wait until other streams have used the block and the graphs."""
-        if self._done is None:
-            yield
-            return
-        stream = torch.cuda.current_stream(device)
-        stream.wait_event(self._done)
-        yield
-        stream.record_event(self._done)
 
     def _forget(self) -> None:
         """Drop the graphs, for example after an error within a pass."""

@@ -140,15 +140,14 @@ class GradientGraphs(ModuleGraphs):
                 run.features, run.leaves, run.dfeatures, retain_graph=keeps, allow_unused=True
             )
 
-        with self._alone():
+        with self._alone(dfeatures.device):
             if graphs is not self._graphs:
                 raise RuntimeError(
                     "lightseq: the model was moved, or called by another thread, between a pass "
                     "and its backward"
                 )
-            with self._in_turn(dfeatures.device):
-                run.dfeatures.copy_(dfeatures)
-                return _copied(graphs.launch(("backward", run.number), back, is_prepared=True))
+            run.dfeatures.copy_(dfeatures)
+            return _copied(graphs.launch(("backward", run.number), back, is_prepared=True))
 
 
 class _Run:

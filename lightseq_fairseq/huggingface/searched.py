@@ -6,8 +6,6 @@ model width, V = vocabulary.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +18,7 @@ from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import LazyHypothesis
 from lightseq_fairseq.generation.search import search
+from lightseq_fairseq.generation.turns import Turns
 from lightseq_fairseq.huggingface.calls import check_attention, check_whole, read_copies
 from lightseq_fairseq.huggingface.copies import KeptCopies
 from lightseq_fairseq.huggingface.covered import LayerNorm, NotCovered, check
@@ -85,8 +84,7 @@ class SearchedDecoder(nn.Module):
         self.steps, self.source = StepDecoder(), _Source()
         self._copies, self._tables = KeptCopies(), KeptCopies()
         self._matrix = torch.empty(0, 0)
-        self._done = None
-        self._turn = threading.Lock()
+        self._turns = Turns()
 
     def is_of(self, decoder: nn.Module, head: nn.Module) -> bool:
         return self.decoder is decoder and self.head is head
@@ -109,7 +107,7 @@ class SearchedDecoder(nn.Module):
         on_host = real.to("cpu", torch.int64)
         if not bool(on_host.any(1).all()):
             raise NotCovered("a sentence has only pads")
-        with self._alone(device):
+        with self._turns.turn(device):
             dtype = self._read(bias)
             self._table(max_len + 1)
             segments = Segments.from_mask(real.to(device), int(on_host.sum()))
@@ -125,21 +123,6 @@ class SearchedDecoder(nn.Module):
                 raise
             except UserError:
                 raise NotCovered("a sentence has no result with a finite score") from None
-
-    @contextlib.contextmanager
-    def _alone(self, device: torch.device) -> Iterator[None]:
-        """Calls of several threads and streams run one after another."""
-        with self._turn:
-            if device.type != "cuda":
-                yield
-                return
-            stream = torch.cuda.current_stream(device)
-            if self._done is not None:
-                stream.wait_event(self._done)
-            try:
-                yield
-            finally:
-                self._done = stream.record_event()
 
     def _read(self, bias: Tensor | None) -> torch.dtype:
         """Read the layers, and copy what is to be copied; the dtype of both."""
