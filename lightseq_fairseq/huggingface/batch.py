@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface.covered import NotCovered, Reads
 from lightseq_fairseq.memory.packing import LEAST_GRANULARITY, Segments, bucket_len
 from lightseq_fairseq.ops.checks import trust_boundaries
@@ -65,6 +66,8 @@ class Host(NamedTuple):
         shifted: the decoder's input int64 [B, L] for labels [B, L], of a model whose head and loss
             treat each row of the target alone; None: they may not.
         is_masked: so do those of the encoder, and rows whose label is -100 do not count.
+        classes: of which the labels are numbers; 0: unknown.
+        needs_mask: a batch with pads is wrong without an attention mask.
     """
 
     pad: int
@@ -73,6 +76,8 @@ class Host(NamedTuple):
     has_target: bool = False
     shifted: Callable[[Tensor], Tensor] | None = None
     is_masked: bool = False
+    classes: int = 0
+    needs_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,7 @@ def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch
 
     Raises:
         NotCovered: it has no packed form.
+        UserError: a label is no class, or there are pads without an attention mask.
     """
     for name, value in inputs.items():
         if not isinstance(value, Tensor) or value.device.type != "cpu":
@@ -159,6 +165,18 @@ def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch
     labels = inputs.get("labels")
     if host.has_target and (labels is None or labels.dim() != 2 or len(labels) != len(ids)):
         raise NotCovered("there are no labels [B, L]")
+    if mask is None and host.needs_mask and bool((ids[..., -1] == host.pad).any()):
+        raise UserError(
+            f"input_ids have pads ({host.pad}), but the collator returns no attention_mask: let it "
+            "return one, such as DataCollatorWithPadding's."
+        )
+    if labels is not None and host.classes and not labels.is_floating_point():
+        wrong = labels[(labels != _IGNORED) & ((labels < 0) | (labels >= host.classes))]
+        if len(wrong):
+            raise UserError(
+                f"A label is {int(wrong[0])}, but the model has {host.classes} classes: labels are "
+                f"from 0 to {host.classes - 1}, or {_IGNORED} where there is none."
+            )
     tensors = dict(inputs)
     if not host.reads.pads and mask is not None:
         lengths = _SOURCES if host.has_target else _LENGTHS

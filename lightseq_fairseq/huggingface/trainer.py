@@ -164,14 +164,22 @@ class _Captured:
         name = type(self.model).__name__
         if not type(self.model).__module__.startswith("transformers.models."):
             name = ""  # nobody knows what its head computes
+        config = self.model.config
+        pads = getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)
+        known: dict[str, Any] = {"needs_mask": pads[0] is not None and pads[0] != pads[1]}
+        if name.endswith(("ForSequenceClassification", "ForTokenClassification")):
+            known["classes"] = config.num_labels if config.num_labels > 1 else 0
+        elif name.endswith(("ForMaskedLM", "LMHeadModel", "ForConditionalGeneration", "MTModel")):
+            known["classes"] = self.model.get_output_embeddings().weight.shape[0]
         if len(parts) > 1:
             has_known_head = name.endswith(("ForConditionalGeneration", "MTModel"))
             return Host(
                 pad, Reads(pads=False, first=False), most, has_target=True,
                 shifted=functools.partial(_shifted, self.model) if has_known_head else None,
+                **known,
             )  # fmt: skip
         is_masked = name.endswith("ForMaskedLM") and getattr(parts[0], "pooler", None) is None
-        return Host(pad, reads, most, is_masked=is_masked)
+        return Host(pad, reads, most, is_masked=is_masked, **known)
 
     def _captured_step(self: Any) -> CapturedStep | None:
         """Made at the first batch, when all else is in its place."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from test_trainers import CAPTURED, PLAIN, Trained, collated, trained, trainer_of
 
 import lightseq_fairseq.huggingface as lightseq
+from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface import batch as batches
 from lightseq_fairseq.huggingface.covered import NotCovered, Reads
 
@@ -360,3 +361,20 @@ def test_adamw_refuses_other_states() -> None:
         ValueError, match=r"groups of \[2\] parameters, but this model has \[2, 1\]"
     ):
         optimized(lightseq.LightseqAdamW, state)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda batch: {**batch, "labels": batch["labels"] + 6},
+         r"A label is [67], but the model has 2 classes: labels are from 0 to 1"),
+        (lambda batch: {name: x for name, x in batch.items() if name != "attention_mask"},
+         r"input_ids have pads \(0\), but the collator returns no attention_mask"),
+    ],
+    ids=["label", "mask"],
+)  # fmt: skip
+def test_wrong_batches_are_refused(tmp_path: Path, change: Any, sentence: str) -> None:
+    trainer = trainer_of(tmp_path, CAPTURED, **FEW)
+    trainer.data_collator = lambda items: change(collated(items))
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        trainer.train()
