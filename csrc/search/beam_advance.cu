@@ -55,7 +55,7 @@ struct Advance {
 // State of a block, in shared memory. The candidates are there, too: scores [beam, width], then
 // tokens [beam, width].
 struct Slot {
-  int step, sentence, first_row;
+  int step, sentence, first_row, prompt;
   int count;                                      // number of merged candidates; in order, their:
   float score[2 * kMaxBeam];                      // scores
   int token[2 * kMaxBeam], parent[2 * kMaxBeam];  // tokens, and rows of their parents
@@ -67,9 +67,9 @@ struct Slot {
   bool finished;          // whether the sentence has ended
 };
 
-// A score is divided by it for the total of a hypothesis of that length.
-__device__ __forceinline__ float divisor(const Advance& p, int length) {
-  return static_cast<float>(pow(static_cast<double>(length), p.length_penalty));
+// A score is divided by it for the total of a hypothesis of that length, without its prompt.
+__device__ __forceinline__ float divisor(const Advance& p, const Slot& slot, int length) {
+  return static_cast<float>(pow(static_cast<double>(length - slot.prompt), p.length_penalty));
 }
 
 // The number of candidates of a group that are better than candidate `mine` of row `row`. Ties: the
@@ -144,7 +144,7 @@ __device__ __forceinline__ void choose(const Advance& p, Slot& slot, int first_c
     return worst;
   };
   const int length = p.stopping == kLongest ? max_len + 1 : slot.step + 1;
-  const float now = divisor(p, slot.step + 1), best = running / divisor(p, length);
+  const float now = divisor(p, slot, slot.step + 1), best = running / divisor(p, slot, length);
   int worst = worst_result(), kept = 0;
   for (; kept < count; ++kept) {  // a candidate replaces the worst result if it is better
     const float total = slot.score[slot.ending[kept]] / now;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void keep(const Advance& p, const Slot& slot, int cou
       p.hypothesis_tokens[to] = p.eos;
       p.hypothesis_scores[to] = score;
       p.lengths[column] = length;
-      p.totals[column] = score / divisor(p, length);
+      p.totals[column] = score / divisor(p, slot, length);
       continue;
     }
     const int64_t next = (position + 1) * p.memory_rows;
@@ -254,6 +254,7 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
     slot.first_row = first_row;
     slot.count = p.width == 1 ? p.beam : p.width;
     slot.step = p.progress[kStep];
+    slot.prompt = p.progress[kPrompt];
     slot.sentence = exists ? p.sentences[number] : -1;
   }
   const int64_t offset = static_cast<int64_t>(first_row) * p.width;

@@ -22,7 +22,7 @@ constexpr int kSize = kColumnsPerDraw;  // logits per load
 constexpr float kFloor = -1e30f;        // initial maximum; finite, so that exp(-inf - kFloor) is 0
 
 // Indices into `progress`, int32 on the device (ops/beam_search.py: Progress).
-enum : int { kStep = 0, kMaxLen = 1, kUnfinished = 2, kScratch = 3 };
+enum : int { kStep = 0, kMaxLen = 1, kUnfinished = 2, kScratch = 3, kPrompt = 4 };
 
 struct Rules {
   const int* progress;

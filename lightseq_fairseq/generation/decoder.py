@@ -221,21 +221,24 @@ class StepDecoder:
             self.memory.moved = False
 
     def features(
-        self, decoder: Any, rows: int, beam: int, attention: AttentionRequest | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, decoder: Any, rows: int, beam: int, attention: AttentionRequest | None = None,
+        is_ragged: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Features [N, C] of ``memory.tokens[:rows]``; appends their keys and values to the cache.
 
         beam: rows per slot, see ``SearchBuffers``. attention: which cross-attention
-        weights to return too, float32 [N, S]; this requires beam 1.
+        weights to return too, float32 [N, S]; this requires beam 1. is_ragged: not all
+        ``memory.starts`` are 0.
         """
         memory, weights = self.memory, None
         slots = memory.sentences[: rows // beam]
+        starts = memory.starts[:rows] if is_ragged else None
 
         def past(place: int, block: MultiheadAttention, qkv: Tensor) -> Tensor:
             keys, values = memory.cache[:, place].unbind(1)
             return ops.decode_self_attention(
                 qkv, keys, values, memory.ancestry, memory.step, block.num_heads, _scale(block),
-                beam,
+                beam, starts,
             )  # fmt: skip
 
         def source(place: int, block: MultiheadAttention, q: Tensor) -> Tensor:
@@ -250,7 +253,7 @@ class StepDecoder:
             return out
 
         trust_boundaries(memory.cu_seqlens, len(memory.source), len(memory.source))
-        positions = memory.step.expand(rows)
+        positions = memory.step.expand(rows) if starts is None else memory.step - starts
         x = decoder.embed_packed(memory.tokens[:rows], positions, 1, memory.rng, 1)
         cross = source if memory.reads_source else None
         return _run_layers(decoder, x, memory.rng, past, cross), weights
@@ -269,7 +272,7 @@ class StepDecoder:
         boundaries = memory.cu_seqlens[: slots + 1]
         trust_boundaries(boundaries, len(tokens), longest)
         segments = Segments(boundaries, longest, positions, positions[:0], (slots, longest))
-        places, slot = memory.prompt_places(slots)
+        places, slot = memory.prompt_places(slots, beam)
         rows = slot * beam
         every = torch.arange(memory.rows, dtype=torch.int32, device=memory.device)
         memory.ancestry.copy_(every.sub_(every % beam).expand_as(memory.ancestry))

@@ -14,6 +14,7 @@ from torch.nn import functional
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
 from lightseq_fairseq.ops.beam_advance import normalised
+from lightseq_fairseq.ops.beam_search import Progress
 
 
 def end_all(
@@ -38,7 +39,8 @@ def end_all(
     columns = memory.sentences[:slots].clamp_min(0).long()[:, None] * beam + place
     lengths = memory.lengths[columns]
     old = memory.totals[columns].masked_fill(lengths == 0, -torch.inf)
-    new = normalised(best, step + 1, options.length_penalty)
+    length = step + 1 - memory.progress[Progress.PROMPT]
+    new = normalised(best, length, options.length_penalty)
     totals, order = torch.cat((old, new), 1).sort(dim=1, descending=True, stable=True)
     totals, order = totals[:, :beam], order[:, :beam]
     is_new, kept = order >= beam, order.clamp_max(beam - 1)

@@ -19,7 +19,8 @@ class SearchOptions:
         beam: hypotheses, and results, per sentence.
         pad, eos, unk, min_len, unk_penalty, temperature: see ``ops.beam_candidates``.
         length_penalty, groups, diversity: see ``ops.beam_advance``.
-        sampled, topk, topp: sample the tokens, see ``ops.beam_sample``.
+        sampled, topk, topp: sample the tokens, see ``ops.beam_sample``. With both, topp is a share
+            of the probability of the topk best.
         no_repeat_ngram: see ``repeats.block``; 0 blocks nothing.
         early_stopping: one of `STOPPING`, for the rules of transformers: see ``Stopping``. Then a
             forced token adds nothing to a score. None: fairseq's rules.

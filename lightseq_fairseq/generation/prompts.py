@@ -1,11 +1,14 @@
 """Prompts: the tokens with which a language model's hypotheses begin; forced tokens of others.
 
-`prefill` passes all prompts of a batch through the decoder at once. The search begins at the end of
-the shortest prompt. All hypotheses are at the same position. So until a longer prompt ends,
-`follow` replaces the candidates of its sentence by the prompt's next token.
+`prefill` passes all prompts of a batch through the decoder at once. All hypotheses are at the same
+position.
 
-A hypothesis consists of the first decoder input (position 0), the prompt, and the tokens that were
-found. As in fairseq, scores include those of the prompt's tokens.
+* fairseq's prompts begin together. The search begins at the end of the shortest one. So until a
+  longer prompt ends, `follow` replaces the candidates of its sentence by the prompt's next token.
+  A hypothesis consists of the first decoder input (position 0), the prompt, and the tokens that
+  were found. Scores include those of the prompt's tokens.
+* transformers' prompts end together, at the search's first step: before a shorter prompt are pads,
+  which no token attends to. Scores and lengths do not include the prompt.
 
 The tokens that translations begin with are few, such as that of a language: `force` replaces the
 candidates by them, step by step from the first.
@@ -16,7 +19,6 @@ W = candidates per row, V = vocabulary.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -76,27 +78,51 @@ def begin(memory: SearchBuffers, sentences: int, options: SearchOptions) -> tupl
     return step, unfinished
 
 
-def prefill(
-    steps: StepDecoder, decoder: Any, slots: int, longest: int, options: SearchOptions, table: int
-) -> None:
-    """Write the prompts' keys, values, tokens and scores into the buffers, as a separate graph.
+def begin_at_end(memory: SearchBuffers, prompts: Tensor, beam: int) -> tuple[int, bool]:
+    """As `begin`, for prompts that end together.
 
-    longest: the length of the longest prompt, with the first decoder input. table: rows of the
+    prompts: int64 [B, L], with pads. The packed ones have at least one token each.
+
+    Returns: (first step, whether there are pads).
+    """
+    host, (sentences, width) = memory.host, prompts.shape
+    rows, step = sentences * beam, width - 1
+    host["tokens"][:rows] = prompts[:, -1].numpy().repeat(beam)
+    starts = width - np.diff(host["cu_seqlens"][: sentences + 1])
+    host["starts"].fill(starts.min())  # so that the positions of unused rows exist
+    host["starts"][:rows] = starts.repeat(beam)
+    host["progress"][[Progress.STEP, Progress.PROMPT]] = step
+    return step, bool(starts.any())
+
+
+def prefill(
+    steps: StepDecoder, decoder: Any, slots: int, longest: int,
+    scored: SearchOptions | None, beam: int, table: int,
+) -> None:  # fmt: skip
+    """Write the prompts' keys and values into the buffers, as a separate graph.
+
+    longest: the length of the longest prompt, with the first decoder input. scored: the options
+    of a search whose prompts begin together: write their tokens and scores, too. table: rows of the
     table of positions.
     """
     longest = bucket(longest, steps.memory.device)
-    read = functools.partial(_read, steps, decoder, slots, longest, options)
-    key = ("prompts", len(steps.memory.source_tokens), slots, longest, options, table)
+
+    def read() -> None:
+        x = steps.prefill(decoder, slots, longest, beam)
+        if scored is not None:
+            _score(steps.memory, decoder, x, slots, longest, scored)
+
+    key = ("prompts", len(steps.memory.source_tokens), slots, longest, scored, beam, table)
     steps.launch(key, read)
 
 
-def _read(
-    steps: StepDecoder, decoder: Any, slots: int, longest: int, options: SearchOptions
-) -> None:
-    memory, beam = steps.memory, options.beam
-    x = steps.prefill(decoder, slots, longest, beam)
-    tokens = memory.source_tokens
-    places, slot = memory.prompt_places(slots)
+def _score(
+    memory: SearchBuffers, decoder: Any, x: Tensor, slots: int, longest: int,
+    options: SearchOptions,
+) -> None:  # fmt: skip
+    """Write the tokens and scores of the prompts, whose features are x [T, C]."""
+    tokens, beam = memory.source_tokens, options.beam
+    places, slot = memory.prompt_places(slots, beam)
     # Rows after the last prompt go to a column of their own, which is dropped.
     missing = torch.arange(len(tokens), device=tokens.device) >= memory.cu_seqlens[slots]
     column, places = slot.masked_fill(missing, slots), places.masked_fill(missing, 0)
@@ -173,15 +199,15 @@ def follow(
     return scores.flatten(0, 1), tokens.flatten(0, 1)
 
 
-def keep_forced(memory: SearchBuffers, forced: Tensor, beam: int) -> None:
-    """Write the forced tokens int64 [B, P] where `force` reads them, before the first step.
+def keep(memory: SearchBuffers, tokens: Tensor, first: int, beam: int) -> None:
+    """Write tokens int64 [B, P] as those of the hypotheses, from position ``first`` on.
 
-    Token t is at position t + 1 of the first row of its sentence. A step writes its own position,
-    so it overwrites only tokens that were read.
+    `force` reads them there, and so do repeated n-grams and results. They are in the first row of
+    their sentence. A step writes its own position, so it overwrites only tokens that were read.
     """
-    sentences, count = forced.shape
-    tokens = forced.t().to(memory.device, torch.int32, non_blocking=True)
-    memory.past_tokens[1 : count + 1, : sentences * beam : beam] = tokens
+    sentences, count = tokens.shape
+    values = tokens.t().to(memory.device, torch.int32, non_blocking=True)
+    memory.past_tokens[first : first + count, : sentences * beam : beam] = values
 
 
 def force(

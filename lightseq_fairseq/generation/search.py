@@ -46,8 +46,10 @@ def search(
         max_len: the most tokens of a result, without eos.
         positions: positions to allocate at first; more are allocated when needed.
         rng: int64 [2], for sampling.
-        forced: int64 [B, P], with an encoder the tokens that results begin with; pads, which may
-            only follow them, force nothing. It has no eos.
+        forced: int64 [B, P], the tokens that results begin with. With an encoder: pads, which may
+            only follow them, force nothing, and it has no eos. Without: on the CPU, the prompts as
+            transformers gives them, which end together; ``first`` is not read, and ``tokens`` has
+            ``decoder.padding_idx`` in place of each pad.
 
     Returns: a list for each sentence, see ``generation.results.LazyHypothesis``.
     """
@@ -58,30 +60,35 @@ def search(
     steps = steps.lent_to(user)
     positions = min(positions, max_len + 1)
     table = decoder.table_rows(max_len + 1)
-    if encoder is None:
+    step, left, after_prompts, is_ragged = 0, sentences, 0, False
+    if encoder is None and forced is None:
         tokens = prompts.with_first(tokens, first, options, max_len)
+    elif encoder is not None and forced is not None:
+        after_prompts = min(forced.shape[1], max_len + (not options.forces_eos))
+        forced = forced[:, :after_prompts]
+    if encoder is None:
         positions = max(positions, prompts.room(tokens.shape[1], device))
-    most_forced = max_len + (not options.forces_eos)
-    after_forced = 0 if forced is None else min(forced.shape[1], most_forced)
-    positions = max(positions, after_forced + 1)
-    longest = tokens.shape[1]
+    positions = max(positions, after_prompts + 1)
     try:
         memory = steps.open(encoder, decoder, tokens, rows, positions)
+        lengths = np.diff(memory.host["cu_seqlens"][: sentences + 1])  # without pads
+        longest = max(int(lengths.max()), 1)
         _start(memory, sentences, options, first, max_len)
-        step, left, after_prompts = 0, sentences, after_forced
-        if encoder is None:
+        if encoder is None and forced is not None:
+            step, is_ragged = prompts.begin_at_end(memory, forced, beam)
+        elif encoder is None:
             step, left = prompts.begin(memory, sentences, options)
             after_prompts = longest - 1
         memory.send()
         if rng is not None:
             memory.rng.copy_(rng)
         if forced is not None:
-            prompts.keep_forced(memory, forced[:, :after_forced], beam)
+            prompts.keep(memory, forced, 0 if encoder is None else 1, beam)
         if encoder is None:
-            prompts.prefill(steps, decoder, rows // beam, longest, options, table)
+            scored = options if forced is None else None
+            prompts.prefill(steps, decoder, rows // beam, longest, scored, beam, table)
         else:
-            lengths = np.diff(memory.host["cu_seqlens"][: sentences + 1])  # without pads
-            steps.encode(encoder, decoder, sentences, max(int(lengths.max()), 1))
+            steps.encode(encoder, decoder, sentences, longest)
         results = Results(sentences, beam)  # while the GPU works
         steps.progress.begin(left, step)
         began = step
@@ -89,8 +96,8 @@ def search(
             steps.make_room(rows, step + 1, step)
             follows = step < after_prompts
             is_last = step == max_len and not options.forces_eos
-            advance = functools.partial(_advance, steps, decoder, rows, options, follows, is_last)
-            steps.launch((rows, options, follows, table, is_last), advance)
+            kind = rows, options, follows, is_last, is_ragged
+            steps.launch((*kind, table), functools.partial(_advance, steps, decoder, *kind))
             step += 1
             if is_last:
                 break
@@ -130,15 +137,16 @@ def _start(
 
 def _advance(
     steps: StepDecoder, decoder: Any, rows: int, options: SearchOptions, follows: bool,
-    is_last: bool,
+    is_last: bool, is_ragged: bool,
 ) -> None:  # fmt: skip
     """One step of all hypotheses, on buffers at fixed addresses.
 
     follows: a prompt or the forced tokens may be longer than the hypotheses. Then min_len is
-    ignored, as in fairseq. is_last: all hypotheses end, see ``ends.end_all``.
+    ignored, as in fairseq. is_last: all hypotheses end, see ``ends.end_all``. is_ragged: prompts
+    that end together have pads.
     """
     memory, beam = steps.memory, options.beam
-    x, _ = steps.features(decoder, rows, beam)
+    x, _ = steps.features(decoder, rows, beam, is_ragged=is_ragged)
     slots = rows // beam
     logits = decoder.output_layer(x)[: slots * beam]
     scores, sentences = memory.scores[: slots * beam], memory.sentences[:slots]
@@ -150,6 +158,9 @@ def _advance(
     if follows:
         options = replace(options, min_len=0)
     if options.sampled:
+        if options.topk and options.topp:  # the op would read only topp
+            least = logits.topk(min(options.topk, logits.shape[1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
         candidates = ops.beam_sample(
             logits, so_far, sentences, memory.progress, memory.rng,
             beam=beam, topk=options.topk, topp=options.topp, **options.of_tokens(),
@@ -196,6 +207,6 @@ def _compact(memory: SearchBuffers, positions: int, slots: int, beam: int) -> No
     rows = (kept[:, None] * beam + torch.arange(beam, device=kept.device)).flatten()
     memory.sentences[:slots] = memory.sentences[kept]
     memory.sentences[slots:] = -1
-    for of_rows in (memory.tokens, memory.scores):
+    for of_rows in (memory.tokens, memory.scores, memory.starts):
         of_rows[: len(rows)] = of_rows[rows]
     memory.ancestry[:positions, : len(rows)] = memory.ancestry[:positions, rows]

@@ -29,7 +29,7 @@ _PER_CELL = {
     "hypothesis_tokens": torch.int32,
     "hypothesis_scores": torch.float32,
 }
-_PER_ROW = ("tokens", "scores", "sentences", "lengths", "totals")
+_PER_ROW = ("tokens", "scores", "starts", "sentences", "lengths", "totals")
 _IN_BLOCK = ("progress", *_PER_ROW, "cu_seqlens", "source_tokens", "source_positions")
 _REAL = ("scores", "totals")  # float32 parts of the block; the others are int32
 _ALIGNED = 64  # 4-byte elements: the alignment of each part of an allocation
@@ -50,13 +50,14 @@ class SearchBuffers:
         ancestry, past_tokens, hypothesis_tokens: int32 [P, R].
         past_scores, hypothesis_scores: float32 [P, R].
         tokens, lengths: int32 [R]. scores, totals: float32 [R].
+        starts: int32 [R], the position of the first token of each row.
         sentences: int32 [R], the sentence of each slot, -1 for none.
         source: [., L, 2, C], keys and values of cross attention, in the first T rows.
         cu_seqlens: int32 [.], boundaries of the sentences in ``source``; T after the last one.
         source_tokens, source_positions: int32 [.], the packed source, which the encoder reads, or
             the packed prompts.
         columns: int32 [., S], row of ``source`` for each padded source position, -1 at pads.
-        progress: int32 [4], see ``ops.beam_search.Progress``. step: its STEP, a view.
+        progress: int32 [5], see ``ops.beam_search.Progress``. step: its STEP, a view.
         host: name -> numpy array on the host; ``send`` copies each to the tensor of that name.
         rng: int64 [2], for sampling.
         moved: whether any tensor was reallocated since the user last set this to False.
@@ -71,6 +72,7 @@ class SearchBuffers:
     source_positions: Tensor
     tokens: Tensor
     scores: Tensor
+    starts: Tensor
     sentences: Tensor
     lengths: Tensor
     totals: Tensor
@@ -119,8 +121,8 @@ class SearchBuffers:
         """Write [T, L * 2 * C] into ``source``; this completes the inputs of a batch."""
         self.source[: len(keys_and_values)].view_as(keys_and_values).copy_(keys_and_values)
 
-    def prompt_places(self, slots: int) -> tuple[Tensor, Tensor]:
-        """Position and slot, int64 [T], of each token of the packed prompts.
+    def prompt_places(self, slots: int, beam: int) -> tuple[Tensor, Tensor]:
+        """Position in the cache and slot, int64 [T], of each token of the packed prompts.
 
         Rows after the last prompt get the last position of slot 0, which a later step overwrites
         before any step reads it.
@@ -128,8 +130,9 @@ class SearchBuffers:
         tokens = torch.arange(len(self.source_tokens), dtype=torch.int32, device=self.device)
         slot = torch.searchsorted(self.cu_seqlens[1 : slots + 1], tokens, right=True)
         missing = slot == slots
-        places = self.source_positions.long().masked_fill_(missing, self.positions - 1)
-        return places, slot.masked_fill_(missing, 0)
+        slot = slot.masked_fill_(missing, 0)
+        places = self.source_positions.long() + self.starts[slot * beam]
+        return places.masked_fill_(missing, self.positions - 1), slot
 
     def place_columns(self, index: Tensor, shape: tuple[int, int]) -> None:
         """Fill ``columns``: packed token t is at index[t] of the flattened padded source."""

@@ -209,7 +209,7 @@ def rates_of(layers: Layers, first: float) -> tuple[float, ...]:
     """The dropout rates of a call; first: the rate behind the embedding."""
     return first, *(
         rate for layer in layers
-        for rate in (layer.dropout, layer.activation_dropout, layer.self_attn.dropout)
+        for rate in (layer.dropout, layer.activation_dropout, *(b.dropout for b in layer.blocks))
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""``model.generate`` of sequence-to-sequence models, whose loop is our search.
+"""``model.generate``, whose loop is our search.
 
 All that comes before the loop is Hugging Face's: its arguments, the configuration, the encoder, and
 the list of what is done to scores. The search reads this list. What it does not cover, Hugging
 Face's loop does.
 
-Shapes: B = sentences, N = B * num_beams, S = padded source length, C = model width, V = vocabulary.
+Shapes: B = sentences, N = B * num_beams, L = longest prompt, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightseq_fairseq.generation.options import STOPPING, SearchOptions
-from lightseq_fairseq.generation.search import MOST_BEAM
+from lightseq_fairseq.huggingface.asked import Asked
 from lightseq_fairseq.huggingface.covered import NotCovered
-from lightseq_fairseq.huggingface.searched import SearchedDecoder
+from lightseq_fairseq.huggingface.searched import Searched
+from lightseq_fairseq.huggingface.searched_pairs import SearchedPairs
+from lightseq_fairseq.huggingface.searched_text import SearchedText
 from lightseq_fairseq.huggingface.swapped import Coverage, Swapped, subclass
 
-_CLASSES = (
-    "BartForConditionalGeneration",
-    "MBartForConditionalGeneration",
-    "M2M100ForConditionalGeneration",
-    "PegasusForConditionalGeneration",
-    "MarianMTModel",
-)
-# Arguments of the loop that change nothing, or that are read here or by the encoder.
-_READ = ("attention_mask", "inputs_embeds", "encoder_outputs", "labels", "use_cache", "cache",
-         "past_key_values", "cache_position", "output_attentions",
-         "output_hidden_states")  # fmt: skip
+_CLASSES: dict[str, type[Searched]] = {
+    "BartForConditionalGeneration": SearchedPairs,
+    "MBartForConditionalGeneration": SearchedPairs,
+    "M2M100ForConditionalGeneration": SearchedPairs,
+    "PegasusForConditionalGeneration": SearchedPairs,
+    "MarianMTModel": SearchedPairs,
+    "GPT2LMHeadModel": SearchedText,
+}
+# Arguments of the loop that change nothing.
+_IGNORED = ("use_cache", "cache", "past_key_values", "cache_position", "output_attentions",
+            "output_hidden_states")  # fmt: skip
 _CACHES = ("cache", "past_key_values", "cache_params")  # a user's own
-_MOST_BLOCKED = 64  # each is a kernel
 _NOT_MADE = (
     "lightseq: the result of generate has sequences and sequences_scores, but no scores of each "
     "step, beam_indices and cache: lightseq.restore(model) before generate for these."
@@ -54,7 +54,7 @@ class _State:
     """
 
     report: Coverage = field(default_factory=Coverage)
-    decoder: SearchedDecoder | None = None
+    decoder: Searched | None = None
     plain: bool = False
     has_warned: bool = False
 
@@ -103,22 +103,16 @@ def _class_of(original: Any) -> Any:
             state.plain = False
 
     loops = {
-        name: _loop(getattr(original, name), result)
-        for name, result in (
-            ("_sample", "GenerateEncoderDecoderOutput"),
-            ("_beam_search", "GenerateBeamEncoderDecoderOutput"),
-            ("_assisted_decoding", ""),
-        )
+        name: _loop(getattr(original, name), searches)
+        for name, searches in (("_sample", True), ("_beam_search", True),
+                               ("_assisted_decoding", False))
         if hasattr(original, name)
-    }
+    }  # fmt: skip
     return subclass(original, Generating, generate=generate, **loops)
 
 
-def _loop(theirs: Callable[..., Any], result: str) -> Callable[..., Any]:
-    """A loop of ``generate``: our search, or else ``theirs``.
-
-    result: the class of transformers for what a search has found; "": our search never runs.
-    """
+def _loop(theirs: Callable[..., Any], searches: bool) -> Callable[..., Any]:
+    """A loop of ``generate``: our search, if it ``searches``, or else ``theirs``."""
 
     @functools.wraps(theirs)
     def loop(self: Any, *args: Any, **given: Any) -> Any:
@@ -126,9 +120,9 @@ def _loop(theirs: Callable[..., Any], result: str) -> Callable[..., Any]:
         if state.plain:
             return theirs(self, *args, **given)
         try:
-            if not result:
+            if not searches:
                 raise NotCovered("generate has an assistant or looks up candidates")
-            found = _searched(self, result, *args, **given)
+            found = _searched(self, *args, **given)
         except NotCovered as reason:
             state.report.falls_back(reason, "generate")
             return theirs(self, *args, **given)
@@ -139,53 +133,43 @@ def _loop(theirs: Callable[..., Any], result: str) -> Callable[..., Any]:
 
 
 def _searched(
-    model: Any, result: str, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
+    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
     generation_config: Any, synced_gpus: bool = False, streamer: Any = None, **given: Any,
 ) -> Any:  # fmt: skip
     """What the loop returns, by our search. Raises NotCovered if it does not cover this.
 
-    input_ids: int64 [N, 1], the first decoder inputs.
+    input_ids: int64 [N, L], the first decoder inputs or the prompts.
     """
     config = generation_config
     for what, is_so in {
-        "generate samples": config.do_sample,
         "generate has a streamer": streamer is not None,
         "several GPUs generate as one (synced_gpus)": synced_gpus,
-        "generate begins with several decoder_input_ids": input_ids.shape[1] != 1,
         "generate helps another model": getattr(config, "is_assistant", False),
     }.items():
         if is_so:
             raise NotCovered(what)
-    for name, value in given.items():
-        if name not in _READ and value is not None:
-            raise NotCovered(f"generate is called with {name}")
     returns_dict, beam = config.return_dict_in_generate, config.num_beams
     if returns_dict and (
         config.output_attentions or config.output_hidden_states or config.output_logits
         or (config.output_scores and beam == 1)
     ):  # fmt: skip
         raise NotCovered("generate returns numbers of each step")
-    settings = _Settings.of(config, logits_processor, stopping_criteria)
-    starts = input_ids[::beam, 0].tolist()
-    if len(set(starts)) > 1:
-        raise NotCovered("the sentences begin with different tokens")
-    head = model.lm_head
-    options = settings.options(len(head.weight), model.device)
-    features, mask = given["encoder_outputs"][0][::beam], given.get("attention_mask")
-    if mask is not None and mask.dim() != 2:
-        raise NotCovered("the attention mask is not of the shape [sentences, tokens]")
+    decoder = _decoder_of(model)
+    for name, value in given.items():
+        if name not in (*decoder.reads, *_IGNORED) and value is not None:
+            raise NotCovered(f"generate is called with {name}")
+    asked = Asked.of(config, logits_processor, stopping_criteria)
+    options = asked.options(len(model.lm_head.weight), model.device)
     bias = getattr(model, "final_logits_bias", None)
-    with _precision(model):
-        hypotheses = _decoder_of(model).results(
-            features, None if mask is None else mask[::beam], bias, options, starts[0],
-            settings.max_len, settings.forced,
-        )  # fmt: skip
-    count = config.num_return_sequences
+    with _precision(decoder.modules_of(model)):
+        hypotheses = decoder.results(input_ids, given, asked, options, bias)
+    count = config.num_return_sequences if beam > 1 else 1  # samples are sentences of their own
     if any(len(each) < count for each in hypotheses):
         raise NotCovered("a sentence has fewer results than num_return_sequences")
     best = [hypothesis for each in hypotheses for hypothesis in each[:count]]
-    rows = [torch.cat((torch.tensor(starts[:1]), h["tokens"])) for h in best]
-    sequences = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=settings.filling)
+    firsts = input_ids[::beam, :1].cpu().repeat_interleave(count, 0)
+    rows = [torch.cat((first, h["tokens"])) for first, h in zip(firsts, best, strict=True)]
+    sequences = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=asked.filling)
     sequences = sequences.to(input_ids.device)
     if not returns_dict:
         return sequences
@@ -198,37 +182,34 @@ def _searched(
     if config.output_scores:
         scores = torch.stack([hypothesis["score"] for hypothesis in best])
         parts["sequences_scores"] = scores.to(input_ids.device)
+    result = f"Generate{'Beam' if beam > 1 else ''}{decoder.kind}Output"
     return getattr(classes, result)(**parts)
 
 
-def _decoder_of(model: Any) -> SearchedDecoder:
+def _decoder_of(model: Any) -> Searched:
     """The decoder as the search reads it, with the graphs of earlier calls."""
-    decoder, head, state = model.model.decoder, model.lm_head, model._lightseq
+    kind, state = _CLASSES[type(model).__name__], model._lightseq
+    decoder, head = kind.modules_of(model)[-1], model.lm_head
     if not hasattr(decoder, "_lightseq"):
         raise NotCovered("its decoder is not accelerated")
-    rates = [decoder.dropout, decoder.layerdrop]
-    for layer in decoder.layers:
-        rates += [layer.dropout, layer.activation_dropout, layer.self_attn.dropout]
-        rates += [layer.encoder_attn.dropout]
-    if decoder.training and any(rates):
-        raise NotCovered("dropout is on: call model.eval() before generate")
     if state.decoder is None or not state.decoder.is_of(decoder, head):
-        state.decoder = SearchedDecoder(decoder._lightseq.family, decoder, head)
-    found: SearchedDecoder = state.decoder
+        state.decoder = kind(decoder, head)
+    found: Searched = state.decoder
     return found
 
 
 @contextlib.contextmanager
-def _precision(model: Any) -> Iterator[None]:
-    """Autocast as in the model's forward, which accelerate may have put there.
+def _precision(modules: tuple[Any, ...]) -> Iterator[None]:
+    """Autocast as in the forward of the first of these modules, the model, which accelerate may
+    have put there.
 
-    Raises NotCovered if something else has changed the forward of the model or of what is around
-    its encoder and decoder.
+    Raises NotCovered if something else has changed the forward of a module, or if it has hooks.
     """
-    for module in (model, model.model, model.model.decoder):
+    model, *inner = modules
+    for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
             raise NotCovered(f"a {type(module).__name__} has hooks")
-    if "forward" in {*vars(model.model), *vars(model.model.decoder)}:
+    if any("forward" in vars(module) for module in inner):
         raise NotCovered("the model has another forward")
     with contextlib.ExitStack() as stack:
         forward = vars(model).get("forward")
@@ -245,124 +226,3 @@ def _precision(model: Any) -> Iterator[None]:
             forward = getattr(forward, "__wrapped__", None)
             forward = getattr(forward, "__func__", forward)
         yield
-
-
-@dataclass
-class _Settings:
-    """What a configuration and the lists of ``generate`` ask for.
-
-    Attributes:
-        max_len: the step at which hypotheses must end.
-        forced: the first token of each result.
-        filling: of the sequences behind their end.
-        others: see ``SearchOptions``.
-    """
-
-    beam: int
-    eos: int
-    filling: int
-    max_len: int
-    length_penalty: float
-    early_stopping: bool | str
-    min_len: int = 0
-    no_repeat_ngram: int = 0
-    blocked: set[int] = field(default_factory=set)
-    forced: int | None = None
-    forces_eos: bool = False
-    renormalizes: bool = False
-
-    @classmethod
-    def of(cls, config: Any, processors: Any, criteria: Any) -> _Settings:
-        """Raises NotCovered if they ask for something else."""
-        eos, early = _ids(config.eos_token_id), config.early_stopping or False
-        if len(eos) != 1:
-            raise NotCovered(f"generate has {len(eos)} eos tokens")
-        if early not in [*STOPPING]:
-            raise NotCovered(f"early_stopping is {early}")
-        pads = _ids(config.pad_token_id) or eos
-        # As there: behind the end of a beam search there are no pads of number 0.
-        filling = pads[0] if config.num_beams == 1 else pads[0] or eos[0]
-        penalty = 1.0 if config.length_penalty is None else float(config.length_penalty)
-        found = cls(config.num_beams, eos[0], filling, config.max_length - 2, penalty, early)
-        for each in criteria:
-            found._end(each)
-        for each in processors:
-            found._process(each)
-        forced = {found.forced, eos[0] if found.forces_eos else None}
-        if forced & found.blocked or found.forced == eos[0]:
-            raise NotCovered("a forced token is eos or blocked")
-        if found.forces_eos:
-            found.min_len = min(found.min_len, found.max_len)
-        return found
-
-    def _end(self, each: Any) -> None:
-        from transformers.generation import stopping_criteria as known
-
-        is_known = (
-            type(each) is known.MaxLengthCriteria and each.max_length - 2 == self.max_len
-        ) or (type(each) is known.EosTokenCriteria and _ids(each.eos_token_id) == [self.eos])
-        if not is_known:
-            raise NotCovered(f"generate has a {type(each).__name__}")
-
-    def _process(self, each: Any) -> None:
-        from transformers.generation import logits_process as known
-
-        kind, other = type(each), NotCovered(f"generate has a {type(each).__name__}")
-        if self.renormalizes:  # it is the last one
-            raise other
-        if kind in (known.MinLengthLogitsProcessor, known.MinNewTokensLengthLogitsProcessor):
-            if kind is known.MinLengthLogitsProcessor:
-                least = each.min_length - 1  # with the first decoder input
-            else:
-                least = each.min_new_tokens + each.prompt_length_to_skip - 1
-            if _ids(each.eos_token_id) != [self.eos]:
-                raise other
-            self.min_len = max(self.min_len, least)
-        elif kind is known.NoRepeatNGramLogitsProcessor and not self.no_repeat_ngram:
-            if each.ngram_size == 1:
-                raise NotCovered("no_repeat_ngram_size is 1")
-            self.no_repeat_ngram = each.ngram_size
-        elif kind is known.NoBadWordsLogitsProcessor:
-            if any(len(words) > 1 for words in each.sequence_bias):
-                raise NotCovered("bad_words_ids have several tokens")
-            self.blocked |= {words[0] for words in each.sequence_bias}
-        elif kind is known.SuppressTokensLogitsProcessor:
-            self.blocked |= set(_ids(each.suppress_tokens))
-        elif kind is known.ForcedBOSTokenLogitsProcessor and self.forced is None:
-            if len(tokens := _ids(each.bos_token_id)) != 1:
-                raise NotCovered("one of several tokens is forced")
-            self.forced = tokens[0]
-        elif kind is known.ForcedEOSTokenLogitsProcessor and each.max_length - 2 == self.max_len:
-            if _ids(each.eos_token_id) != [self.eos]:
-                raise NotCovered("another token than eos is forced at the end")
-            self.forces_eos = True
-        elif kind is known.LogitNormalization:
-            self.renormalizes = True
-        else:
-            raise other
-
-    def options(self, words: int, device: torch.device) -> SearchOptions:
-        """Options of a search among ``words`` tokens; behind them are some that are impossible."""
-        most = MOST_BEAM if device.type == "cuda" else words
-        if 2 * self.beam >= words or self.beam > most:
-            raise NotCovered(f"num_beams is {self.beam}")
-        if len(self.blocked) > _MOST_BLOCKED:
-            raise NotCovered(f"{len(self.blocked)} tokens are blocked")
-        # The search itself has one token that no result has.
-        is_one = len(self.blocked) == 1 and not self.renormalizes
-        none = next(iter(self.blocked)) if is_one else words
-        blocked = tuple(sorted(self.blocked)) if none == words else ()
-        return SearchOptions(
-            beam=self.beam, pad=none, eos=self.eos, unk=words, min_len=self.min_len,
-            length_penalty=self.length_penalty, no_repeat_ngram=self.no_repeat_ngram,
-            early_stopping=self.early_stopping, blocked=blocked, renormalizes=self.renormalizes,
-            forces_eos=self.forces_eos,
-        )  # fmt: skip
-
-
-def _ids(tokens: Any) -> list[int]:
-    """The numbers of some tokens, of one, or of none."""
-    if tokens is None:
-        return []
-    found = torch.as_tensor(tokens).flatten().tolist()
-    return [int(token) for token in found]

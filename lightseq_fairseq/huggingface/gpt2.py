@@ -41,7 +41,9 @@ class Gpt2(Reader):
         from transformers.pytorch_utils import Conv1D
 
         super().__init__()
-        self._classes = vars(sys.modules[type(model).__module__])
+        classes = sys.modules[type(model).__module__]
+        names = ("GPT2Block", "GPT2Attention", "GPT2MLP")
+        self._classes = {name: getattr(classes, name) for name in names}
         self._conv = Conv1D
         self._activation = ACTIVATIONS[model.config.activation_function]
         self._activation_class = type(ACT2FN[model.config.activation_function])
@@ -122,23 +124,38 @@ class Gpt2(Reader):
     def can_be_graph(self, model: Any, call: Call) -> bool:
         return call.shape[1] <= self.most(model)
 
+    def words(self, model: Any) -> dict[str, Any]:
+        """Arguments of ``layers.embed`` that do not depend on the tokens."""
+        words = model.wte
+        check_table(words)
+        return {
+            "weight": tensor(words.weight),
+            "scale": 1.0,
+            "padding_idx": -1 if words.padding_idx is None else words.padding_idx,
+        }
+
+    def table(self, model: Any, length: int) -> tuple[Tensor, int]:
+        """The table of positions, and its row of a sentence's first token; for ``length`` tokens.
+
+        Raises NotCovered if there are fewer positions, or something changed what they compute.
+        """
+        check_table(model.wpe)
+        if length > self.most(model):
+            raise NotCovered("a sentence has more tokens than there are positions")
+        return tensor(model.wpe.weight), 0
+
     def embedding(
         self, model: Any, segments: Segments, tokens: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         ids, positions = tokens["input_ids"], tokens.get("position_ids")
-        for table in (model.wte, model.wpe):
-            check_table(table)
+        table, _ = self.table(model, ids.shape[1] if positions is None else 0)
         if positions is None:
-            if ids.shape[1] > self.most(model):
-                raise NotCovered("a sentence has more tokens than there are positions")
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         return {
+            **self.words(model),
             "tokens": segments.pack(ids),
-            "weight": tensor(model.wte.weight),
             "positions": segments.pack(positions.expand(ids.shape)),
-            "position_weight": tensor(model.wpe.weight),
-            "scale": 1.0,
-            "padding_idx": -1 if model.wte.padding_idx is None else model.wte.padding_idx,
+            "position_weight": table,
         }
 
     def _check(self, module: nn.Module, name: str) -> None:

@@ -51,6 +51,10 @@ class _ReadLayer(LayerParts):
     training: bool = True
 
     @property
+    def blocks(self) -> list[ReadAttention]:
+        return [self.self_attn]
+
+    @property
     def parts(self) -> list[Linear | LayerNorm]:
         return [
             *self.self_attn.parts, self.self_attn_layer_norm, self.fc1, self.fc2,
@@ -69,6 +73,10 @@ class ReadDecoderLayer(_ReadLayer, DecoderParts):
 
     encoder_attn: ReadAttention
     encoder_attn_layer_norm: LayerNorm
+
+    @property
+    def blocks(self) -> list[ReadAttention]:
+        return [self.self_attn, self.encoder_attn]
 
     @property
     def parts(self) -> list[Linear | LayerNorm]:

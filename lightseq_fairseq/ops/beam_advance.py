@@ -50,7 +50,8 @@ class BeamAdvance(NamedTuple):
     of earlier steps.
     Results of sentence b are the columns b * beam + i of hypothesis_tokens int32 and
     hypothesis_scores float32 [P, R] (cumulative score at each token, eos last), lengths int32 [R]
-    (tokens with eos; 0: no result yet) and totals float32 [R]: score / length ** length_penalty.
+    (tokens with eos; 0: no result yet) and totals float32 [R]: score / length ** length_penalty,
+    where the first PROMPT tokens do not count for the length.
     reports int32 [2, 2], contiguous, on the CPU, in pinned memory if the rest is on a GPU: after n
     steps, row n % 2 is set to (n, UNFINISHED) by one store. When the host sees this report, the
     results of these steps are complete: another stream may read them at once.
@@ -115,6 +116,7 @@ class BeamAdvance(NamedTuple):
     def reference(self) -> None:
         progress, beam, lengths, ancestry = self.progress, self.beam, self.lengths, self.ancestry
         step, max_len = int(progress[Progress.STEP]), int(progress[Progress.MAX_LEN])
+        prompt = progress[Progress.PROMPT]
         slots = (self.sentences >= 0).nonzero()[:, 0]
         places = torch.arange(beam, device=slots.device)
         rows = slots[:, None] * beam + places
@@ -138,7 +140,9 @@ class BeamAdvance(NamedTuple):
         self.hypothesis_tokens[step, columns] = self.eos
         self.hypothesis_scores[step, columns] = best[kept]
         lengths[columns] = step + 1
-        self.totals[columns] = normalised(best[kept], lengths[columns], self.length_penalty)
+        self.totals[columns] = normalised(
+            best[kept], lengths[columns] - prompt, self.length_penalty
+        )
 
         # Continue with the best unfinished candidates. With sampling a finished row stays, with
         # score -inf.
@@ -153,7 +157,7 @@ class BeamAdvance(NamedTuple):
         if self.stopping > Stopping.FULL:
             longest = self.stopping == Stopping.LONGEST
             length = best.new_tensor(max_len + 1 if longest else step + 1)
-            running = normalised(self.scores[rows[:, 0]], length, self.length_penalty)
+            running = normalised(self.scores[rows[:, 0]], length - prompt, self.length_penalty)
             finished &= ~(running > self.totals[first + places].amin(1))
         finished |= step >= max_len
         self.sentences[slots[finished]] = -1
@@ -191,7 +195,8 @@ def _placed(
         return counting & (result < a.beam), result
     kept, result = counting.clone(), torch.zeros_like(counting, dtype=torch.int64)
     totals = a.totals[columns].masked_fill(~is_result, -torch.inf)
-    new = normalised(best, a.progress[Progress.STEP] + 1, a.length_penalty)
+    length = a.progress[Progress.STEP] + 1 - a.progress[Progress.PROMPT]
+    new = normalised(best, length, a.length_penalty)
     for i in range(a.beam):  # the best first; each replaces the worst result if it is better
         worst = totals.amin(1)
         place = (totals == worst[:, None]).int().argmax(1, keepdim=True)

@@ -29,6 +29,7 @@ class Progress(IntEnum):
     MAX_LEN = 1  # the step at which every hypothesis must end
     UNFINISHED = 2  # number of unfinished sentences
     SCRATCH = 3  # scratch space of a kernel, zero between launches
+    PROMPT = 4  # tokens of each hypothesis that do not count for its length
 
 
 _RESULTS = "candidate_scores candidate_tokens"
@@ -38,7 +39,7 @@ class BeamCandidates(NamedTuple):
     """The best next tokens of each row: (scores float32 [N, count], tokens int32 [N, count]).
 
     logits: [N, V], of the next token. scores: float32 [N], sums of log-probabilities so far.
-    progress: int32 [4], see `Progress`. count: candidates per row, below V.
+    progress: int32 [5], see `Progress`. count: candidates per row, below V.
     The logits are divided by temperature first. Then pad is excluded, eos is excluded before step
     min_len and is the only token from step MAX_LEN on, and unk_penalty is subtracted from the
     log-probability of unk.

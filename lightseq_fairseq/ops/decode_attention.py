@@ -2,9 +2,10 @@
 
 out[n] = softmax(scale * q[n] k^T) v      in each head, with one query per hypothesis
 
-self:  k and v are those of positions 0 ... step of the hypothesis. They stay in the cache where
-       they were first written: row ancestry[p, n] holds position p of hypothesis n. Beam search
-       thus reorders 4 bytes per position instead of the cache (FasterTransformer's indirection).
+self:  k and v are those of positions starts ... step of the hypothesis. They stay in the cache
+       where they were first written: row ancestry[p, n] holds position p of hypothesis n. Beam
+       search thus reorders 4 bytes per position instead of the cache (FasterTransformer's
+       indirection).
 cross: k and v are those of the source sentence, packed; all hypotheses of its beam share them.
 
 Shapes: N = hypotheses, `beam` adjacent rows per slot; P = positions and R = rows of the cache;
@@ -33,6 +34,8 @@ class DecodeSelfAttention(NamedTuple):
     so that one captured graph is replayed for all steps.
     beam: adjacent rows of a slot. If several of them share an ancestor, the kernel reads it once.
     This is a hint: it changes the result only by rounding.
+    starts: int32 [N], the first position of each row, at most step and equal in the rows of a slot;
+    None: 0. On a GPU the kernel directly before this one in the stream may not write it.
     On a GPU a step >= P fails in a device-side assertion, unless LIGHTSEQ_CHECK_INDICES=1.
     """
 
@@ -44,15 +47,18 @@ class DecodeSelfAttention(NamedTuple):
     heads: int
     scale: float
     beam: int = 1
+    starts: Tensor | None = None
 
     def check(self, op: str) -> None:
-        qkv, keys, values, ancestry, step, heads, _, beam = self
+        qkv, keys, values, ancestry, step, heads, _, beam, starts = self
         check_rows(op, "keys", keys, ("P", "R", "C"), FLOATS)
         positions, rows, channels = keys.shape
         check_rows(op, "values", values, keys.shape, (keys.dtype,), keys)
         check_rows(op, "qkv", qkv, ("N", 3 * channels), (keys.dtype,), keys)
         check_rows(op, "ancestry", ancestry, (positions, rows), (torch.int32,), keys)
         check_tensor(op, "step", step, (), INTEGERS, keys)
+        if starts is not None:
+            check_tensor(op, "starts", starts, (len(qkv),), (torch.int32,), keys)
         if len(qkv) > rows:
             raise ValueError(f"{op}: {len(qkv)} hypotheses do not fit into a cache of {rows} rows")
         if beam < 1:
@@ -64,16 +70,21 @@ class DecodeSelfAttention(NamedTuple):
         return self.qkv.new_empty((self.qkv.shape[0], self.qkv.shape[1] // 3))
 
     def reference(self) -> Tensor:
-        qkv, keys, values, ancestry, step, heads, scale, _ = self
+        qkv, keys, values, ancestry, step, heads, scale, _, starts = self
         rows, last = len(qkv), int(step)
         q, k, v = qkv.chunk(3, dim=1)
         keys[last, :rows], values[last, :rows] = k, v
 
         own = torch.arange(rows, dtype=ancestry.dtype, device=ancestry.device)
         row = torch.cat((ancestry[:last, :rows], own[None])).t().long()
-        position = torch.arange(last + 1, device=row.device)
+        position, hidden = torch.arange(last + 1, device=row.device), None
+        if starts is not None:
+            # Earlier positions repeat the first one: if they are not finite, 0 * inf is NaN.
+            hidden = position < starts[:, None]
+            position = torch.maximum(position, starts[:, None])
+            row = row.gather(1, position)
         past = _by_heads(keys, values, (position, row), heads)
-        return _attend(q[:, None], *past, None, heads, scale)[:, 0]
+        return _attend(q[:, None], *past, hidden, heads, scale)[:, 0]
 
 
 decode_self_attention = define("decode_self_attention", DecodeSelfAttention)

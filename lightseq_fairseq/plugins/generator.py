@@ -142,11 +142,9 @@ class LSSequenceGenerator(SequenceGenerator):
             # On a CPU use fairseq's search, so that a seed gives the same samples as in fairseq.
             if no_repeat_ngram and strategy.sampling_topp > 0:
                 return None  # topp is a share of all probability, blocked tokens included
-            special = {
-                "sampled": True,
-                "topk": max(strategy.sampling_topk, 0),
-                "topp": max(strategy.sampling_topp, 0.0),
-            }
+            topp = max(strategy.sampling_topp, 0.0)
+            topk = 0 if topp else max(strategy.sampling_topk, 0)  # as there
+            special = {"sampled": True, "topk": topk, "topp": topp}
         else:
             return None
         early_stopping = self.early_stopping

@@ -21,7 +21,7 @@ def beam_search(sizes: Sizes, make: Make) -> Iterator[Case]:
         rows, count = sentences * sizes.beam, 2 * sizes.beam
         logits = make.rows(rows, sizes.vocabulary, scale=3.0)
         scores = torch.randn(rows, device=make.device)
-        progress = torch.tensor([STEP, 200, sentences, 0], dtype=torch.int32, device=make.device)
+        progress = torch.tensor([STEP, 200, sentences, 0, 0], dtype=torch.int32, device=make.device)
         rules = (PAD, EOS, UNK, 1, 0.0, 1.0)
 
         def formula(logits: Tensor, scores: Tensor, count: int = count) -> tuple[Tensor, ...]:

@@ -174,9 +174,11 @@ def test_a_prompt_is_read_at_once(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("prefill", "features"):
         function = getattr(StepDecoder, name)
 
-        def counted(*arguments: Any, function: Any = function, name: str = name) -> Any:
+        def counted(
+            *arguments: Any, function: Any = function, name: str = name, **options: Any
+        ) -> Any:
             seen.append(name)
-            return function(*arguments)
+            return function(*arguments, **options)
 
         monkeypatch.setattr(StepDecoder, name, counted)
     generate(toy.task, [copy.deepcopy(toy.ls)], prompts(9, 9), beam=2, max_len_b=12, min_len=12)

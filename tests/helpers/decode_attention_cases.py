@@ -29,12 +29,15 @@ class Past:
     """A strided key and value cache; values that must not be read are NaN.
 
     shared: share of the positions at which all hypotheses of a slot have the same ancestor.
+    starts: whether each slot has a first position; before it, its ancestors are rows of NaN.
     """
 
     reference = staticmethod(ops.REFERENCES["decode_self_attention"])
     op = staticmethod(ops.decode_self_attention)
 
-    def __init__(self, count, step, dtype, heads=4, width=64, spare=3, beam=1, shared=0.0):
+    def __init__(
+        self, count, step, dtype, heads=4, width=64, spare=3, beam=1, shared=0.0, starts=False
+    ):
         torch.manual_seed(count + step)
         channels, rows = heads * width, count + spare
         self.count, self.step, self.heads, self.scale = count, step, heads, width**-0.5
@@ -50,6 +53,14 @@ class Past:
         past = self.ancestry[:step]
         past[:, :count] = torch.where(together, past[:, first], past[:, :count])
         self.position = torch.tensor(step, dtype=torch.int32, device="cuda")
+        self.starts = None
+        if starts:
+            slots = torch.randint(0, step + 1, (count // beam + 1,), device="cuda")
+            slots[:2] = torch.tensor((0, step))[: len(slots)]
+            self.starts = slots.repeat_interleave(beam)[:count].int()
+            none = torch.arange(step, device="cuda")[:, None] < self.starts
+            past[:, :count] = torch.where(none, rows - 1, past[:, :count].clamp(max=rows - 2))
+            self.both[:, :, rows - 1] = torch.nan
 
     def cache(self, both):
         """(keys, values), whose rows are parts of wider rows."""
@@ -59,7 +70,7 @@ class Past:
         """The op's arguments, with copies of the cache, because a call writes to it."""
         dtype = dtype or self.qkv.dtype
         cache = self.cache(self.both.to(dtype, copy=True))
-        settings = self.heads, self.scale, self.beam
+        settings = self.heads, self.scale, self.beam, self.starts
         return self.qkv.to(dtype), *cache, self.ancestry, self.position, *settings
 
     def plain(self):
@@ -67,12 +78,19 @@ class Past:
         hypothesis."""
         q, new_k, new_v = (x.unflatten(1, (self.heads, -1)) for x in self.qkv.chunk(3, 1))
         row = self.ancestry[: self.step, : self.count].long()
-        place = torch.arange(self.step, device="cuda")[:, None]
+        place = torch.arange(self.step, device="cuda")[:, None].expand_as(row)
+        hidden = torch.zeros_like(row, dtype=torch.bool)
+        if self.starts is not None:
+            hidden = place < self.starts
+            place = place.maximum(self.starts).clamp(max=self.step - 1)
+            row = row.gather(0, place).clamp(max=len(self.keys[0]) - 2)
         k, v = (
             torch.cat((x[place, row].unflatten(2, (self.heads, -1)), new[None]))
             for x, new in ((self.keys, new_k), (self.values, new_v))
         )
-        weights = torch.softmax(self.scale * torch.einsum("nhd,knhd->nhk", q, k), -1)
+        hidden = torch.nn.functional.pad(hidden.t(), (0, 1))[:, None]
+        scores = self.scale * torch.einsum("nhd,knhd->nhk", q, k)
+        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
         return torch.einsum("nhk,knhd->nhd", weights, v).flatten(1)
 
 

@@ -94,7 +94,7 @@ def test_generation() -> None:
     ids = torch.randint(1, WORDS, (2, 4))
     words = [m.generate(input_ids=ids, max_length=12, do_sample=False) for m in (plain, ours)]
     assert torch.equal(*words)
-    assert all("cache" in reason for reason in lightseq.report(ours).fallbacks)
+    assert not lightseq.report(ours).fallbacks
 
 
 @pytest.mark.skipif(IS_OLDEST, reason="GPT-2 of transformers 5.0 passes no cu_seq_lens_q on")

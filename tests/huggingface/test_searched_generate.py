@@ -176,8 +176,7 @@ def own_loop(model: Any, input_ids: Tensor, **given: Any) -> Tensor:
 
 
 FALLBACKS: list[tuple[str, dict[str, Any]]] = [
-    ("generate samples", {"do_sample": True}),
-    ("generate samples", {"do_sample": True, "num_beams": 2}),
+    ("generate samples among beams", {"do_sample": True}),
     ("generate has a streamer", {"num_beams": 1, "streamer": Streamer()}),
     ("generate has a Halved", {"logits_processor": transformers.LogitsProcessorList([Halved()])}),
     ("generate has a AtOnce", {"stopping_criteria": transformers.StoppingCriteriaList([AtOnce()])}),
@@ -192,7 +191,6 @@ FALLBACKS: list[tuple[str, dict[str, Any]]] = [
     ("generate has a SuppressTokensAtBeginLogitsProcessor", {"begin_suppress_tokens": [5]}),
     ("one of several tokens is forced", {"forced_bos_token_id": [5, 6]}),
     ("generate has 2 eos tokens", {"eos_token_id": [EOS, 5]}),
-    ("generate has 0 eos tokens", {"eos_token_id": None, "forced_eos_token_id": None}),
     ("another token than eos is forced at the end", {"forced_eos_token_id": 7}),
     ("bad_words_ids have several tokens", {"bad_words_ids": [[5, 6]]}),
     ("no_repeat_ngram_size is 1", {"no_repeat_ngram_size": 1}),

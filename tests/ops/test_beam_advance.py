@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, ops
+from lightseq_fairseq.ops.beam_search import Progress
 
 fairseq_compat.prepare()
 
@@ -29,7 +30,7 @@ def state(sentences: list[int], beam: int, rows: int, groups: int = 1) -> dict[s
     scores = torch.full((count,), -torch.inf)
     scores.view(-1, beam)[:, :groups] = 0.0
     return {
-        "progress": torch.tensor([0, MAX_LEN, len(sentences), 0], dtype=torch.int32),
+        "progress": torch.tensor([0, MAX_LEN, len(sentences), 0, 0], dtype=torch.int32),
         "sentences": torch.tensor(sentences, dtype=torch.int32),
         "tokens": torch.full((count,), EOS, dtype=torch.int32),
         "scores": scores,
@@ -84,9 +85,10 @@ class OfTransformers(Sentence):
 
     penalty: float = 1.0
     early_stopping: bool | str = False
+    prompt: int = 0
 
     def total(self, score: float, length: int) -> float:
-        return score / length**self.penalty
+        return score / (length - self.prompt) ** self.penalty
 
     def totals(self) -> list[float]:
         return [self.total(h.scores[-1], len(h.tokens)) for h in self.results]
@@ -156,7 +158,7 @@ def test_a_whole_search(beam: int, is_sampled: bool, penalty: float) -> None:
         ended = {n for n, sentence in sentences.items() if sentence.is_finished}
         assert set(tensors["sentences"].tolist()) - {-1} == set(numbers) - ended
         done, unfinished = step + 1, len(numbers) - len(ended)
-        assert tensors["progress"].tolist() == [done, MAX_LEN, unfinished, 0]
+        assert tensors["progress"].tolist() == [done, MAX_LEN, unfinished, 0, 0]
         assert tensors["reports"][done % 2].tolist() == [done, unfinished]
         assert tensors["reports"][step % 2].tolist() == before
         before = [done, unfinished]
@@ -184,18 +186,25 @@ def test_a_whole_search(beam: int, is_sampled: bool, penalty: float) -> None:
 
 @pytest.mark.parametrize("penalty", [-0.5, 0.0, 0.6, 1.0, 2.0])
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("beam", [1, 2, 5])
-def test_rules_of_transformers(beam: int, early_stopping: bool | str, penalty: float) -> None:
+@pytest.mark.parametrize("beam, prompt", [(1, 0), (2, 0), (2, 3), (5, 0), (5, 1)])
+def test_rules_of_transformers(
+    beam: int, prompt: int, early_stopping: bool | str, penalty: float
+) -> None:
+    """prompt: tokens with which all hypotheses begin, beside the first decoder input."""
     torch.manual_seed(beam)
     numbers = list(range(20))
     tensors = state(numbers, beam, 20 * beam)
+    tensors["progress"][Progress.STEP] = tensors["progress"][Progress.PROMPT] = prompt
+    tensors["past_scores"][:prompt] = 0.0
+    tensors["ancestry"][:prompt] = torch.arange(20 * beam) // beam * beam
+    read = Hypothesis([-7] * (prompt - 1) + [EOS] * (prompt > 0), [0.0] * prompt)
     rules = {True: 1, False: 2, "never": 3 if penalty > 0 else 2}
     sentences = [
-        OfTransformers(beam, [Hypothesis()] * beam, [], False, penalty, early_stopping)
+        OfTransformers(beam, [read] * beam, [], False, penalty, early_stopping, prompt)
         for _ in numbers
     ]
     ends = []  # of sentences, before the last step
-    for step in range(MAX_LEN + 1):
+    for step in range(prompt, MAX_LEN + 1):
         found = random_candidates(tensors["scores"], 2 * beam, step)
         for number in tensors["sentences"].clone()[tensors["sentences"] >= 0].tolist():
             rows = slice(number * beam, (number + 1) * beam)
@@ -205,7 +214,7 @@ def test_rules_of_transformers(beam: int, early_stopping: bool | str, penalty: f
         assert tensors["sentences"].lt(0).tolist() == finished
         if step == MAX_LEN - 1:
             ends = finished
-    assert any(ends) or (early_stopping is not True and penalty >= 1)
+    assert any(ends) or (early_stopping is not True and penalty >= 1) or prompt == 3
     for number, sentence in enumerate(sentences):
         columns = slice(number * beam, (number + 1) * beam)
         lengths, totals = tensors["lengths"][columns], tensors["totals"][columns]

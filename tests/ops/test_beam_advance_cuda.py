@@ -21,7 +21,7 @@ def state(
     """The state amid a search, by name, with up to ``most`` results of earlier steps."""
     count, rows = len(sentences) * beam, (max([*sentences, len(sentences)]) + 1) * beam + 3
     tensors = {
-        "progress": torch.tensor([step, max_len, len(sentences), 0]),
+        "progress": torch.tensor([step, max_len, len(sentences), 0, 0]),
         "sentences": torch.tensor(sentences),
         "tokens": torch.randint(4, V, (count,)),
         "scores": torch.randn(count),
@@ -100,6 +100,7 @@ def test_rules_of_transformers(stopping, beam):
     ):
         tensors = state([2, -1, 0, 5, 1], beam, MAX_LEN + 2, step, most=beam)
         tensors["totals"] += better * (tensors["lengths"] > 0)
+        tensors["progress"][4] = step // 2  # tokens of a prompt
         found = candidates(5 * beam, beam, False)
         same_as_reference(found, tensors, beam, 1, 0.0, EOS, penalty, stopping)
         ended += int(tensors["progress"][2] < 5) if step < MAX_LEN else 0
@@ -135,7 +136,7 @@ def test_a_whole_search(stopping):
     for _ in range(19):
         found = candidates(slots * beam, beam, False)
         same_as_reference(found, tensors, beam, 1, 0.0, EOS, 0.6, stopping)
-    assert tensors["progress"].tolist() == [19, 18, 0, 0] and tensors["sentences"].eq(-1).all()
+    assert tensors["progress"].tolist() == [19, 18, 0, 0, 0] and tensors["sentences"].eq(-1).all()
 
 
 @pytest.mark.parametrize("beam", [4, 5, 64])
@@ -215,7 +216,7 @@ def test_kernels_wait_for_each_other(slots):
     torch.manual_seed(1)
     for name, x in search(lambda: None).items():
         assert torch.equal(x, paused[name]), name
-    assert paused["progress"].tolist() == [steps + 1, steps, 0, 0]
+    assert paused["progress"].tolist() == [steps + 1, steps, 0, 0, 0]
 
 
 @pytest.mark.parametrize("slots", [1, 700])

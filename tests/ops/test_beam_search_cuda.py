@@ -29,7 +29,7 @@ def on_grid(rows, classes, dtype=torch.float32, seed=0):
 
 
 def progress_of(step, max_len=50):
-    return torch.tensor([step, max_len, 7, 0], dtype=torch.int32, device="cuda")
+    return torch.tensor([step, max_len, 7, 0, 0], dtype=torch.int32, device="cuda")
 
 
 def rules(min_len=0, unk_penalty=0.0, temperature=1.0, pad=PAD, eos=EOS, unk=UNK):

@@ -16,9 +16,9 @@ C = H * D
 class Past:
     """A cache of `rows` rows and `step` past positions; values that must not be read are NaN."""
 
-    def __init__(self, count=5, step=6, rows=8, dtype=torch.float64):
+    def __init__(self, count=5, step=6, rows=8, dtype=torch.float64, starts=None):
         torch.manual_seed(0)
-        self.step = step
+        self.step, self.starts = step, starts
         self.qkv = torch.randn(count, 3 * C).to(dtype)
         both = poisoned(2, step + 2, rows, 2 * C, dtype=dtype)
         both[:, :step] = torch.randn(2, step, rows, 2 * C).to(dtype)
@@ -28,12 +28,14 @@ class Past:
 
     def arguments(self, step_dtype=torch.int64):
         step = torch.tensor(self.step, dtype=step_dtype)
-        return self.qkv, self.keys, self.values, self.ancestry, step, H, SCALE
+        starts = () if self.starts is None else (1, torch.tensor(self.starts, dtype=torch.int32))
+        return self.qkv, self.keys, self.values, self.ancestry, step, H, SCALE, *starts
 
     def of_hypothesis(self, n: int) -> tuple[Tensor, Tensor]:
         """The keys and values of a hypothesis, the new ones last: [step + 1, C]."""
-        rows = self.ancestry[: self.step, n]
-        history = ([x[p, rows[p]] for p in range(self.step)] for x in (self.keys, self.values))
+        rows, start = self.ancestry[: self.step, n], 0 if self.starts is None else self.starts[n]
+        places = range(start, self.step)
+        history = ([x[p, rows[p]] for p in places] for x in (self.keys, self.values))
         k, v = (torch.stack([*x, new[n]]) for x, new in zip(history, self.qkv.split(C, 1)[1:]))
         return k, v
 
@@ -92,6 +94,20 @@ def test_self_equals_formula(step, step_dtype):
         assert torch.equal(cache[step, :5], new)
         old[step, :5] = new
         assert torch.equal(cache.nan_to_num(99.0), old.nan_to_num(99.0))
+
+
+def test_self_from_a_start():
+    case = Past(starts=[0, 4, 6, 4, 1], rows=9)
+    case.ancestry[:6].clamp_(max=7)
+    for cache in (case.keys, case.values):
+        cache[:6, 8] = torch.nan
+    for row, start in enumerate(case.starts):
+        case.ancestry[:start, row] = 8
+    wanted = expected(case.qkv[:, :C], case)
+    assert wanted.isfinite().all()
+    torch.testing.assert_close(ops.decode_self_attention(*case.arguments()), wanted)
+    with pytest.raises(ValueError, match=r"starts must have shape \[5\], got \[1\]"):
+        ops.decode_self_attention(*case.arguments()[:-1], torch.zeros(1, dtype=torch.int32))
 
 
 def test_ancestry_is_as_good_as_moving_the_cache():

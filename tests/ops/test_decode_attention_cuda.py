@@ -45,6 +45,22 @@ def test_self_shares_ancestors(slots, shared, beam, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("beam", [1, 4, 5, 12])
+@pytest.mark.parametrize("slots", [1, 37, largest(400)])
+def test_self_from_starts(slots, beam, dtype):
+    """The first slots begin at position 0 and at the new token; others anywhere."""
+    for step in (1, 16, 17, 40, 300):
+        for shared in (0.0, 0.8):
+            check(Past(slots * beam, step, dtype, beam=beam, shared=shared, starts=True))
+    case = Past(slots * beam, 33, dtype, beam=beam, starts=True)
+    case.starts.zero_()
+    case.ancestry[:33, : slots * beam].clamp_(max=slots * beam - 1)
+    bits = case.op(*case.arguments())
+    case.starts = None
+    assert torch.equal(case.op(*case.arguments()), bits)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("beam", [4, 5, 8, 12])
 @pytest.mark.parametrize("slots", [1, 40, largest(300)])
 def test_lines_that_meet(slots, beam, dtype):
@@ -243,6 +259,7 @@ def test_kernels_wait_for_each_other(sentences):
         ((2,), lambda v: torch.nn.functional.pad(v, (1, 3))[..., 1:-3], "values must be contig"),
         ((2,), lambda v: v.contiguous(), "keys and values must have equal strides"),
         ((3,), lambda a: torch.cat((a, a), 1)[:, : len(a[0])], "ancestry must be contiguous"),
+        ((8,), lambda _: torch.zeros(10, device="cuda").int()[::2], "starts must be contiguous"),
     ],
 )
 def test_self_refusals(place, change, message):

@@ -126,7 +126,7 @@ def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
         logits[0].view(-1, 512)[:, :8] = 1.0
         logits[1] = 0.0
         logits[1].view(-1, 512)[:, :72] = 1.0  # the same in each block of a row
-    sentences, progress = torch.arange(rows // 5).int().cuda(), torch.tensor([3, 9, 1, 0]).cuda()
+    sentences, progress = torch.arange(rows // 5).int().cuda(), torch.tensor([3, 9, 1, 0, 0]).cuda()
     progress, rules = progress.int(), (1, 2, 3, 0, 0.5, 1.0)
     memory = torch.zeros(10, rows).cuda()
 

@@ -24,7 +24,7 @@ from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
 
 T, C, V, H, P, SITE = 10, 8, 12, 2, 0.3, 5
 CU = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
-PROGRESS = torch.tensor([3, 5, 4, 0], dtype=torch.int32)  # see ops.beam_search.Progress
+PROGRESS = torch.tensor([3, 5, 4, 0, 1], dtype=torch.int32)  # see ops.beam_search.Progress
 
 
 def randn(*shape: int) -> Tensor:
@@ -183,7 +183,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "flush_column_sums": lambda: (randn(V), True),
     "decode_self_attention": lambda: (
         *(randn(4, 48), randn(6, 5, 16), randn(6, 5, 16), torch.randint(0, 5, (6, 5)).int()),
-        *(torch.tensor(3), 2, 0.4),
+        *(torch.tensor(3), 2, 0.4, 2, torch.tensor([0, 0, 2, 2]).int()),
     ),
     "decode_cross_attention": lambda: (
         *(randn(T, 16), randn(8, 16), randn(8, 16), CU, torch.tensor([2, -1, 0]).int(), 3, 2, 0.4),
@@ -295,7 +295,7 @@ def test_every_op_is_covered_and_exported():
         "cross_entropy_fwd_bwd(Tensor dloss, Tensor(a!) logits, Tensor target, float smoothing,"
         " int padding_idx, bool accuracy) -> (Tensor loss, Tensor nll, Tensor correct)",
         "decode_self_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor ancestry,"
-        " Tensor step, int heads, float scale, int beam=1) -> Tensor",
+        " Tensor step, int heads, float scale, int beam=1, Tensor? starts=None) -> Tensor",
         "bias_activation_dropout_fwd(Tensor x, Tensor? bias, str activation, float dropout_p,"
         " Tensor dropout_rng, int dropout_site) -> Tensor",
         "embedding_fwd(Tensor tokens, Tensor weight, Tensor? positions, Tensor? position_weight,"
