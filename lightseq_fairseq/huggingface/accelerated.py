@@ -47,6 +47,7 @@ _INSTEAD = "use the plain model and Trainer of transformers"
 # the first row of each sentence.
 _READ_TOKENS = ("ForMaskedLM", "ForTokenClassification", "LMHeadModel")
 _READ_PADS = ("ForQuestionAnswering",)
+_PREDICTS = "LMHeadModel"  # each token from the row before it
 
 
 @dataclass
@@ -125,7 +126,9 @@ def accelerate(model: Model, fp8: bool = False) -> Model:
             continue
         _check_supported(encoder)
         outer = type(_owner(model, encoder)).__name__
-        reads = Reads(outer.endswith(_READ_PADS), not outer.endswith(_READ_TOKENS))
+        reads = Reads(
+            outer.endswith(_READ_PADS), not outer.endswith(_READ_TOKENS), outer.endswith(_PREDICTS)
+        )  # fmt: skip
         kind, prefix = _FAMILIES[type(encoder).__name__]
         states[encoder] = _State(kind(encoder, prefix), reads)
     for encoder, state in states.items() if fp8 else ():

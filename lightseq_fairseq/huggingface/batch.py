@@ -189,7 +189,7 @@ def packed(inputs: Mapping[str, Any], host: Host, rng: tuple[int, int]) -> Batch
     is_real = np.ones((ids.numel() // ids.shape[-1], length), bool)
     if mask is not None:
         is_real = tensors["attention_mask"].reshape(-1, length).numpy() != 0
-    host.reads.check(bool(is_real.all()), bool(is_real[:, 0].all()))
+    host.reads.check_mask(is_real)
     sides = {"source": is_real}
     if host.has_target:
         # The rows up to the last one whose label counts; no other row changes the loss.
@@ -259,8 +259,7 @@ def packed_call(
                 raise NotCovered("the attention mask is not of the shape [sentences, tokens]")
             is_real[:, : shape[1]] = mask.cpu().numpy() != 0
         if number == 0:
-            own = is_real[:, : shape[1]]
-            reads.check(bool(own.all()), bool(own[:, 0].all()))
+            reads.check_mask(is_real[:, : shape[1]])
         real[side] = is_real
     return _joined({**tensors, "/rng": torch.zeros(2, dtype=torch.int64)}, real)
 

@@ -167,10 +167,11 @@ def segments_of(
     if tuple(mask.shape) != shape:
         raise NotCovered("the attention mask is not of the shape [sentences, tokens]")
     is_real = mask.to(torch.bool)
-    total, first = torch.stack([is_real.sum(), is_real[:, 0].sum()]).tolist()
+    after_pads = (is_real[:, 1:] & ~is_real[:, :-1]).sum()
+    total, first, wrong = torch.stack([is_real.sum(), is_real[:, 0].sum(), after_pads]).tolist()
     if total == is_real.numel():
         return Segments.full(shape, device)
-    reads.check(no_pads=False, first_is_real=first == shape[0])
+    reads.check(no_pads=False, first_is_real=first == shape[0], tokens_follow=wrong == 0)
     return Segments.from_mask(is_real, total)
 
 

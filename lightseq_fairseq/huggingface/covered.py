@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 # Names of Hugging Face -> those of ``layers.EncoderLayer``.
@@ -48,20 +49,30 @@ class Reads(NamedTuple):
     Attributes:
         pads: all rows of pads.
         first: the first row of each sentence.
+        before: the row before each real token, which a loss predicts from it.
     """
 
     pads: bool
     first: bool
+    before: bool = False
 
-    def check(self, no_pads: bool, first_is_real: bool) -> None:
+    def check(self, no_pads: bool, first_is_real: bool, tokens_follow: bool) -> None:
         """Raises NotCovered if it reads a row of a pad, whose features only Hugging Face computes.
 
-        no_pads: a batch has none. first_is_real: none is the first of a sentence.
+        no_pads: a batch has none. first_is_real: none is the first of a sentence. tokens_follow:
+        none is before a real token.
         """
         if self.pads and not no_pads:
             raise NotCovered("question answering also reads the features of pads")
         if self.first and not first_is_real:
             raise NotCovered("a sentence begins with a pad, whose features the head may read")
+        if self.before and not tokens_follow:
+            raise NotCovered("a token follows a pad, from whose features a loss predicts it")
+
+    def check_mask(self, is_real: np.ndarray) -> None:
+        """As `check`, of a mask on the host: bool [B, L]."""
+        follows_pad = is_real[:, 1:] & ~is_real[:, :-1]
+        self.check(bool(is_real.all()), bool(is_real[:, 0].all()), not follows_pad.any())
 
 
 @dataclass(eq=False)

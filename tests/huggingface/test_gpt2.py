@@ -16,6 +16,7 @@ from helpers.accelerated import (
     by_graphs,
     mask_of,
     needs_captured_step,
+    one_warning,
     transformers,
 )
 from helpers.accelerated import computed as result_of
@@ -85,6 +86,21 @@ def test_random_models_and_batches(name: str) -> None:
                 found, expected = (x._replace(states=[]) for x in (found, expected))
             assert_same(found, expected)
         assert_ours(ours, 5 * passes)
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_tokens_after_pads(is_graph: bool) -> None:
+    """A loss predicts each token from the row before it, also from that of a pad."""
+    torch.manual_seed(4)
+    plain = build()
+    for mask in (mask_of((3, 5), left=True), torch.tensor([[1, 1, 1], [1, 0, 1]])):
+        ours = lightseq.accelerate(copy.deepcopy(plain))
+        ids = torch.randint(1, WORDS, mask.shape)
+        batch = {"input_ids": ids, "attention_mask": mask}
+        batch["labels"] = ids.masked_fill(mask == 0, -100)
+        with by_graphs(is_graph), one_warning("because a token follows a pad"):
+            found = result_of(ours, batch, use_cache=False)
+        assert_same(found, result_of(plain, batch, use_cache=False))
 
 
 def test_generation() -> None:
