@@ -164,6 +164,20 @@ def test_commands(page: str, world: Path, tmp_path: Path) -> None:
     run_commands(program(page, ("bash", "console")), world, tmp_path)
 
 
+def test_the_diff_of_the_readme(world: Path, tmp_path: Path) -> None:
+    """Our command trains; fairseq's differs by three prefixes, the name and --bf16."""
+    (diff,) = (block for block in blocks("README.md") if block.language == "diff")
+    old, new = (
+        "\n".join(line[1:] for line in diff.text.splitlines() if line[0] in f"{sign} ")
+        for sign in "-+"
+    )
+    assert new.count("ls_") == 3
+    bare = new.replace("lightseq-train", "fairseq-train").replace("ls_", "").replace(" --bf16", "")
+    assert bare == old
+    run_commands(f"{new} --save-dir new\n", world, tmp_path)
+    assert (tmp_path / "world/new/checkpoint_last.pt").exists()
+
+
 # Runs a file as ``python -W error -W ignore::UserWarning:__main__`` does: the words of the pages
 # are not in the dictionary of the small corpus, which is a warning.
 RUN_FILE = """

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from helpers.accelerated import assert_ours, build, transformers
 from safetensors.torch import load_file
 from test_trainers import CAPTURED, PLAIN, Trained, collated, trained, trainer_of
+from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
@@ -128,6 +129,10 @@ class Own(lightseq.Trainer):
         return super().compute_loss(*arguments, **options)
 
 
+def twice(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return 2 * torch.nn.functional.cross_entropy(outputs["logits"], labels)
+
+
 class Looks(transformers.TrainerCallback):
     def on_pre_optimizer_step(self, *arguments: Any, **given: Any) -> None:
         assert any(p.grad is not None for p in given["model"].parameters())
@@ -142,6 +147,8 @@ class Looks(transformers.TrainerCallback):
         ({}, lambda t: setattr(t, "__class__", Own), "compute_loss is another one"),
         ({}, lambda t: setattr(t, "optimizer", torch.optim.SGD(t.model.parameters(), lr=0.1)),
          "the optimizer was given"),
+        ({}, lambda t: setattr(t, "compute_loss_func", twice), "compute_loss_func is given"),
+        ({}, lambda t: setattr(t.args, "fp16", True), "fp16 needs a loss scale"),
     ],
 )  # fmt: skip
 def test_runs_that_the_step_does_not_cover(
