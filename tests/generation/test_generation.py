@@ -152,9 +152,9 @@ def test_memory_that_grows_and_rows_that_vanish(toy: Toy, monkeypatch: pytest.Mo
     rows: list[int] = []
     features = step_decoder.StepDecoder.features
 
-    def seen(self: Any, decoder: Any, count: int, *more: Any) -> Any:
+    def seen(self: Any, decoder: Any, count: int, *more: Any, **options: Any) -> Any:
         rows.append(count)
-        return features(self, decoder, count, *more)
+        return features(self, decoder, count, *more, **options)
 
     monkeypatch.setattr(step_decoder.StepDecoder, "features", seen)
     assert plain(search(**given)) == expected
