@@ -15,6 +15,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli import score
 from lightseq_fairseq.cli.checks.trained_task import with_task
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
+from lightseq_fairseq.cli.translate.ahead import searched_together
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
@@ -96,7 +97,12 @@ def _translate(
 
             several_gpus.translate(args, out)
         else:
-            with contextlib.redirect_stdout(out), left_on_cpu(), counted(out.unknown):
+            with (
+                contextlib.redirect_stdout(out),
+                left_on_cpu(),
+                searched_together(args),
+                counted(out.unknown),
+            ):
                 fairseq_main(looked_up_once(args))
         if plain is not None:
             plain.writelines(f"{line}\n" for line in out.output.texts())

@@ -7,6 +7,7 @@ fairseq and torch are imported when a model is loaded.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -202,7 +203,7 @@ class Search:
             if "should not exceed max_tokens" not in str(error):
                 raise
             raise UserError(over_max_tokens(max(lengths), self._max_tokens)) from error
-        found = {number: each for batch in batches for number, each in self._batch(batch, encoded)}
+        found = dict(self._batches(list(batches), encoded))
         return [
             found[number] if number in found else Translation(self._source(tokens[number]), ())
             for number in range(len(tokens))
@@ -225,21 +226,37 @@ class Search:
         packed = pack_constraints([list(map(encoded, asked)) for _, *asked in parts])
         return [sentence for sentence, *_ in parts], packed
 
-    def _batch(
-        self, batch: dict[str, Any], encoded: Sequence[str]
+    def _batches(
+        self, batches: list[dict[str, Any]], encoded: Sequence[str]
+    ) -> Iterator[tuple[int, Translation]]:
+        """(number, translation) of each sentence of the batches."""
+        from lightseq_fairseq.plugins.generator import together
+
+        began = time.perf_counter()
+        calls = [functools.partial(self._call, batch) for batch in batches]
+        found = together(self._generator, calls)
+        sentences = sum(len(batch["id"]) for batch in batches)
+        seconds = (time.perf_counter() - began) / max(sentences, 1)
+        for batch, results in zip(batches, found, strict=True):
+            yield from self._translations(batch, results, encoded, seconds)
+
+    def _call(self, batch: dict[str, Any]) -> Any:
+        """The hypotheses of each sentence of a batch."""
+        from fairseq import utils
+
+        given = ({"net_input": batch["net_input"]}, batch.get("constraints"))
+        sample, constraints = utils.move_to_cuda(given) if self._moves else given
+        return self._loaded.task.inference_step(
+            self._generator, self._loaded.models, sample, constraints=constraints
+        )
+
+    def _translations(
+        self, batch: dict[str, Any], results: Any, encoded: Sequence[str], seconds: float
     ) -> Iterator[tuple[int, Translation]]:
         """(number, translation) of each sentence of a batch."""
-        from fairseq import utils
         from fairseq.token_generation_constraints import unpack_constraints
 
         task, constraints = self._loaded.task, batch.get("constraints")
-        began = time.perf_counter()
-        given = ({"net_input": batch["net_input"]}, constraints)
-        sample, asked_for = utils.move_to_cuda(given) if self._moves else given
-        results = task.inference_step(
-            self._generator, self._loaded.models, sample, constraints=asked_for
-        )
-        seconds = (time.perf_counter() - began) / max(len(results), 1)
         for place, (number, hypotheses) in enumerate(zip(batch["id"].tolist(), results)):
             read = batch["net_input"]["src_tokens"][place]
             copied = self._copied(read, encoded[number]) if self._aligned is not None else ""

@@ -17,6 +17,7 @@ import torch
 from torch import multiprocessing
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.translate.ahead import searched_together
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput, Lines
@@ -131,9 +132,12 @@ def _shard(rank: int, args: Namespace, queues: list[Any]) -> None:
         with (
             contextlib.redirect_stdout(out),
             left_on_cpu(),
+            searched_together(args),
             counted(unknown),
             patching.within(
-                "fairseq.logging.progress_bar:progress_bar", progress_bar, by="cli.translate"
+                "fairseq.logging.progress_bar:progress_bar",
+                progress_bar,
+                by="cli.translate.several",
             ),
         ):
             generate.main(looked_up_once(args))

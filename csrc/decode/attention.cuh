@@ -123,9 +123,9 @@ __device__ __forceinline__ void merge(Softmax<T, kQueries, kColumns>& state, Tea
   }
 }
 
-// The keys of a query: `first` and `begin` tell where they are stored.
+// The keys of a query: `first` tells where they are stored.
 struct Span {
-  int first, count, begin = 0;
+  int first, count;
 };
 
 struct Shape {

@@ -2,7 +2,7 @@
 // cross_attention.cu; attention.cuh and query_tile.cuh have the code that both
 // share.
 //
-//   out[n] = softmax(scale * q[n] k^T) v        in each head, over positions starts[n] ... step
+//   out[n] = softmax(scale * q[n] k^T) v        in each head, over positions 0 ... steps[n]
 //
 // Position p of hypothesis n is stored in row ancestry[p, n] of the cache. So beam search moves
 // indices instead of keys and values (as FasterTransformer does). The key and value of the new
@@ -12,8 +12,8 @@
 //   bytes moved   A key or value that up to eight hypotheses of a sentence share is read once, if
 //                 these hypotheses have at most 32 different rows at 16 positions. The new rows
 //                 are read and written once.
-//   determinism   sums have a fixed order, which depends only on the sizes, step and starts, and
-//                 not on which hypotheses share keys
+//   determinism   sums have a fixed order, which depends only on the sizes and the step, and not on
+//                 which hypotheses share keys
 //
 // decode_attention_self_kernel: for 16-bit types. A warp processes one head and a tile: up to eight
 // hypotheses of a slot, 16 positions at a time. Hypotheses with the same ancestors at all 16
@@ -28,8 +28,8 @@
 //
 // decode_attention_rows_kernel: for float32. Hypotheses share keys through the L1 cache.
 //
-// `step` is read on the device and the grid does not depend on it, so one captured graph serves all
-// steps.
+// `steps` is read on the device and the grid does not depend on it, so one captured graph serves
+// all steps. The hypotheses of a slot are at the same step, those of other slots may be at others.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -40,10 +40,8 @@
 #include <cassert>
 #include <climits>
 #include <cstdint>
-#include <optional>
 
 #include "common/prefetch.cuh"
-#include "common/scalars.cuh"
 #include "decode/attention.cuh"
 #include "decode/query_tile.cuh"
 
@@ -57,7 +55,7 @@ template <typename T, int kWidth>
 using PastRing = Ring<T, kWidth, 48>;
 
 // The positions before the new token; the `Keys` of attention.cuh. `first` of a Span is the
-// row of the hypothesis, `begin` its first position.
+// row of the hypothesis.
 template <typename T>
 struct Past {
   const T* qkv;
@@ -65,33 +63,21 @@ struct Past {
   T* keys;
   int64_t to_value;
   int stride, row_stride, ancestry_stride;
-  const int* ancestry;
-  const int* starts;  // null: 0
-  Indices step;
+  const int *ancestry, *steps;
   int positions, rows;  // sizes of the cache
 
-  // The position of the new tokens.
-  __device__ __forceinline__ int last() const {
-    const int64_t newest = step.at(0);
-    assert(newest >= 0 && newest < positions && "step in [0, P)");
-    return static_cast<int>(newest);
+  // Number of positions that a hypothesis has in the cache before the new one.
+  __device__ __forceinline__ int count(int row) const {
+    const int last = steps[row];
+    assert(last >= 0 && last < positions && "steps in [0, P)");
+    return last;
   }
-  // The first position of a row. May be called before griddepcontrol_wait(): no previous kernel may
-  // write the starts.
-  __device__ __forceinline__ int begin(int row) const {
-    return starts == nullptr ? 0 : peek(starts + row);
-  }
-  __device__ __forceinline__ Span span(int row) const {
-    const int from = begin(row);
-    return {row, last() - from, from};
-  }
+  __device__ __forceinline__ Span span(int row) const { return {row, count(row)}; }
   __device__ __forceinline__ const T* query(int row) const { return qkv + row * qkv_stride; }
   __device__ __forceinline__ const T* new_key(int row) const { return query(row) + channels; }
-  __device__ __forceinline__ const T* start(Span span) const {
-    return offset_by(keys, span.begin, stride);
-  }
+  __device__ __forceinline__ const T* start(Span) const { return keys; }
   __device__ __forceinline__ int row_of(Span span, int position) const {
-    return ancestry[(span.begin + position) * ancestry_stride + span.first];
+    return ancestry[position * ancestry_stride + span.first];
   }
   // Address of the key of a position in row `row` of the cache.
   __device__ __forceinline__ T* key_of(int position, int row) const {
@@ -99,7 +85,7 @@ struct Past {
   }
   __device__ __forceinline__ void append(Span span, int channel, const Columns<T>& key,
                                          const Columns<T>& value) const {
-    T* const to = key_of(span.begin + span.count, span.first) + channel;
+    T* const to = key_of(span.count, span.first) + channel;
     key.store(to);
     value.store(to + to_value);
   }
@@ -107,8 +93,7 @@ struct Past {
   // Prefetches the key and the value that a hypothesis has at a position.
   __device__ __forceinline__ void prefetch_key(int hypothesis, int position, int channel,
                                                int width) const {
-    const int last = peek(static_cast<const int*>(step.data));  // the lower half, if 64 bits
-    if (position >= min(last, positions)) return;
+    if (position >= min(peek(steps + hypothesis), positions)) return;
     const int row = peek(ancestry + position * ancestry_stride + hypothesis);
     if (row < 0 || row >= rows) return;
     const T* const key = key_of(position, row) + channel;
@@ -119,25 +104,24 @@ struct Past {
 
 // ---- kernel ----
 
-// Groups the keys of a tile of hypotheses, from position `begin` on, into loads, and starts their
-// copies. A lane holds the ancestors of queries 4 * half ... 4 * half + 3 at one of the 16
-// positions. For positions and queries that do not exist it holds a copy of the last one.
+// Groups the keys of a tile of hypotheses into loads, and starts their copies. A lane holds the
+// ancestors of queries 4 * half ... 4 * half + 3 at one of the 16 positions. For positions and
+// queries that do not exist it holds a copy of the last one.
 template <typename T, typename Rows>
 class Loader {
  public:
-  __device__ __forceinline__ Loader(const Past<T>& past, const Item& item, const Shape& shape,
-                                    int begin)
-      : past_(past), item_(item), shape_(shape), ahead_(begin + shape.team.rank() * kKeyTile) {
+  __device__ __forceinline__ Loader(const Past<T>& past, const Item& item, const Shape& shape)
+      : past_(past), item_(item), shape_(shape), ahead_(shape.team.rank() * kKeyTile) {
     read_ancestors();
   }
 
-  // Starts the next load of the positions before `end`, into the `room` free rows of the ring from
+  // Starts the next load of the first `count` positions, into the `room` free rows of the ring from
   // `first` on. After the last load it returns empty ones.
-  __device__ __forceinline__ Load start(Rows& ring, int end, int first, int room) {
-    if (waiting_ == 0 && ahead_ < end) {
+  __device__ __forceinline__ Load start(Rows& ring, int count, int first, int room) {
+    if (waiting_ == 0 && ahead_ < count) {
       waiting_ = (1u << item_.queries) - 1;
       position_ = ahead_;
-      last_ = min(end - 1 - position_, kKeyTile - 1);
+      last_ = min(count - 1 - position_, kKeyTile - 1);
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
         rows_[i] = __shfl_sync(kAllLanes, next_[i], half_ * kKeyTile + min(place_, last_));
@@ -293,33 +277,32 @@ __global__ void __launch_bounds__(kWarp* kRingWarps, PastRing<T, kWidth>::kBlock
   Rows& ring = reinterpret_cast<Rows*>(rings)[threadIdx.y];
   const Team team = shape.team;
   const Item item(shape);
-  const int begin = item.queries > 0 ? past.begin(item.first_row) : 0;
   if (team.shift > 0 && item.queries > 0 && threadIdx.x < kKeyTile) {
-    past.prefetch_key(item.first_row, begin + team.rank() * kKeyTile + threadIdx.x,
-                      item.head * shape.width, shape.width);
+    past.prefetch_key(item.first_row, team.rank() * kKeyTile + threadIdx.x, item.head * shape.width,
+                      shape.width);
   }
   griddepcontrol_wait();
 
-  Loader<T, Rows> loader(past, item, shape, begin);
+  Loader<T, Rows> loader(past, item, shape);
   NewToken<T, Rows> token;
   token.load(past, item, shape, team.rank() == 0);
-  const int end = item.queries > 0 ? past.last() : 0;
-  Load load = loader.start(ring, end, 0, Rows::kRows);
+  const int count = item.queries > 0 ? past.count(item.first_row) : 0;
+  Load load = loader.start(ring, count, 0, Rows::kRows);
   QueryTile<T, kWidth, Rows> tile;
-  token.init_tile(tile, ring, past, item, end, shape, team.rank() == 0);
+  token.init_tile(tile, ring, past, item, count, shape, team.rank() == 0);
   griddepcontrol_launch_dependents();
 
 #pragma unroll 1
   while (load.families != 0) {
     const Load next =
-        loader.start(ring, end, ring.wrap(load.first + load.rows), Rows::kRows - load.rows);
+        loader.start(ring, count, ring.wrap(load.first + load.rows), Rows::kRows - load.rows);
     ring.wait();
     tile.attend(ring, load, shape.scale);
     __syncwarp();
     load = next;
   }
 
-  merge(tile.state, team, min(team.warps(), (end - begin + kKeyTile - 1) / kKeyTile),
+  merge(tile.state, team, min(team.warps(), (count + kKeyTile - 1) / kKeyTile),
         sizeof(ring) / sizeof(float));
   if (team.rank() == 0) tile.store(out, ring, item, shape);
 }
@@ -336,8 +319,7 @@ int64_t tiles_for(int64_t items, int64_t beam, int32_t device) {
 }
 
 Tensor decode_self_attention(const Tensor& qkv, Tensor keys, Tensor values, const Tensor& ancestry,
-                             const Tensor& step, int64_t heads, double scale, int64_t beam,
-                             std::optional<Tensor> starts) {
+                             const Tensor& steps, int64_t heads, double scale, int64_t beam) {
   constexpr const char* kOp = "decode_self_attention";
   const int64_t rows = qkv.size(0), channels = keys.size(2), width = width_of(kOp, channels, heads);
   check_rows(kOp, "qkv", qkv);
@@ -345,7 +327,7 @@ Tensor decode_self_attention(const Tensor& qkv, Tensor keys, Tensor values, cons
   check_rows(kOp, "values", values);
   require(ancestry.is_contiguous() && ancestry.numel() <= INT_MAX, kOp,
           ": ancestry must be contiguous, with fewer than 2^31 elements");
-  require(!starts || starts->is_contiguous(), kOp, ": starts must be contiguous");
+  require(steps.is_contiguous(), kOp, ": steps must be contiguous");
   const int32_t device = qkv.get_device();
   const torch::stable::accelerator::DeviceGuard guard(device);
   Tensor out = allocate(qkv, {rows, channels});
@@ -362,8 +344,7 @@ Tensor decode_self_attention(const Tensor& qkv, Tensor keys, Tensor values, cons
                        .row_stride = stride_between<T>(kOp, keys, 1),
                        .ancestry_stride = static_cast<int>(keys.size(1)),
                        .ancestry = ancestry.const_data_ptr<int>(),
-                       .starts = starts ? starts->const_data_ptr<int>() : nullptr,
-                       .step = Indices(step),
+                       .steps = steps.const_data_ptr<int>(),
                        .positions = static_cast<int>(keys.size(0)),
                        .rows = static_cast<int>(keys.size(1))};
     const Shape shape = shape_of<T>(out, heads, scale, beam);

@@ -13,9 +13,11 @@
 // everything except the candidates before it waits for the previous kernel, which computes the
 // candidates.
 //
-// The last block to finish counts the step and reports it to the host: it writes 8 bytes to pinned
-// memory, in one store after a fence. If the host sees this report, all results of the step are
-// complete.
+// Slots may be at different steps: a sentence that begins in a slot begins at its own first step.
+//
+// The last block to finish counts the step and reports it to the host: it writes the count to
+// pinned memory after a fence. A slot whose sentence has ended has written the count there, too. If
+// the host sees the report of a step, all results of this step are complete.
 
 #include <algorithm>
 #include <cmath>
@@ -33,7 +35,9 @@ using namespace beam_search;
 
 constexpr int kThreads = 256;
 constexpr int kMaxBeam = 64;
-constexpr int kReports = 2;  // rows of `reports`; the host is at most one step late
+
+// Indices into `progress`, int32 on the device (ops/beam_advance.py: Progress).
+enum : int { kCount = 0, kScratch = 1 };
 
 // When a sentence has ended (ops/beam_advance.py: Stopping).
 enum : int { kFirst = 0, kFull = 1, kCurrent = 2, kLongest = 3 };
@@ -43,11 +47,12 @@ struct Advance {
   const int* candidate_tokens;
   int* progress;
   int* sentences;
-  int *tokens, *ancestry, *past_tokens, *hypothesis_tokens, *lengths;
+  const int* last_steps;
+  int *steps, *places, *tokens, *ancestry, *past_tokens, *hypothesis_tokens, *lengths;
   float *scores, *past_scores, *hypothesis_scores, *totals;
-  uint64_t* reports;    // pinned host memory
+  int* reports;         // pinned host memory
   int64_t memory_rows;  // stride between positions: R of ops/beam_advance.py
-  int positions, slots, beam, width, groups, eos, stopping;
+  int positions, columns, slots, beam, width, groups, eos, stopping, prompt;
   float diversity;
   double length_penalty;
 };
@@ -55,21 +60,23 @@ struct Advance {
 // State of a block, in shared memory. The candidates are there, too: scores [beam, width], then
 // tokens [beam, width].
 struct Slot {
-  int step, sentence, first_row, prompt;
+  int step, last_step, place, sentence, first_row;
   int count;                                      // number of merged candidates; in order, their:
   float score[2 * kMaxBeam];                      // scores
   int token[2 * kMaxBeam], parent[2 * kMaxBeam];  // tokens, and rows of their parents
   int parents[kMaxBeam];                          // parents of the hypotheses that continue
   int ending[kMaxBeam], column[kMaxBeam];         // merged candidates that become results, where
+  float divisor;                                  // of results of this step
+  bool ended;                                     // whether the sentence has ended
   // Only with transformers' rules:
   float total[kMaxBeam];  // of the sentence's results; -inf: none
   int kept;               // number of candidates that become results
-  bool finished;          // whether the sentence has ended
+  bool finished;          // whether it has ended before its last step
 };
 
 // A score is divided by it for the total of a hypothesis of that length, without its prompt.
-__device__ __forceinline__ float divisor(const Advance& p, const Slot& slot, int length) {
-  return static_cast<float>(pow(static_cast<double>(length - slot.prompt), p.length_penalty));
+__device__ __forceinline__ float divisor(const Advance& p, int length) {
+  return static_cast<float>(pow(static_cast<double>(length - p.prompt), p.length_penalty));
 }
 
 // The number of candidates of a group that are better than candidate `mine` of row `row`. Ties: the
@@ -137,14 +144,14 @@ __device__ __forceinline__ void merge(const Advance& p, float* scores, int* toke
 // transformers' rules, by one thread: of the results so far and the `count` candidates in
 // slot.ending, best first, the `beam` best are the results. running: the best score that continues.
 __device__ __forceinline__ void choose(const Advance& p, Slot& slot, int first_column, int count,
-                                       float running, int max_len) {
+                                       float running) {
   const auto worst_result = [&] {
     int worst = 0;
     for (int i = 1; i < p.beam; ++i) worst = slot.total[i] < slot.total[worst] ? i : worst;
     return worst;
   };
-  const int length = p.stopping == kLongest ? max_len + 1 : slot.step + 1;
-  const float now = divisor(p, slot, slot.step + 1), best = running / divisor(p, slot, length);
+  const int length = p.stopping == kLongest ? slot.last_step + 1 : slot.step + 1;
+  const float now = divisor(p, slot.step + 1), best = running / divisor(p, length);
   int worst = worst_result(), kept = 0;
   for (; kept < count; ++kept) {  // a candidate replaces the worst result if it is better
     const float total = slot.score[slot.ending[kept]] / now;
@@ -161,22 +168,22 @@ __device__ __forceinline__ void choose(const Advance& p, Slot& slot, int first_c
 // Stores the first `count` candidates of slot.ending as results.
 // Position p of a result is the token of position p + 1 of the hypothesis.
 __device__ __forceinline__ void keep(const Advance& p, const Slot& slot, int count) {
-  const int step = slot.step, length = step + 1;
+  const int last = slot.place, length = last + 1;
   for (int i = threadIdx.x; i < count * length; i += kThreads) {
     const int number = i / length, position = i - number * length;
     const int ending = slot.ending[number], parent = slot.parent[ending];
     const int column = slot.column[number];
-    const int64_t to = position * p.memory_rows + column;
-    if (position == step) {
+    const int64_t to = static_cast<int64_t>(column) * p.positions + position;
+    if (position == last) {
       const float score = slot.score[ending];
       p.hypothesis_tokens[to] = p.eos;
       p.hypothesis_scores[to] = score;
       p.lengths[column] = length;
-      p.totals[column] = score / divisor(p, slot, length);
+      p.totals[column] = score / slot.divisor;
       continue;
     }
     const int64_t next = (position + 1) * p.memory_rows;
-    const int64_t from = next + (position + 1 < step ? p.ancestry[next + parent] : parent);
+    const int64_t from = next + (position + 1 < last ? p.ancestry[next + parent] : parent);
     p.hypothesis_tokens[to] = p.past_tokens[from];
     p.hypothesis_scores[to] = p.past_scores[from];
   }
@@ -189,9 +196,9 @@ __device__ __forceinline__ void inherit(const Advance& p, const Slot& slot) {
   const int place = static_cast<int>(threadIdx.x) / p.beam;
   const int child = static_cast<int>(threadIdx.x) - place * p.beam;
   const int own = slot.first_row + child, parent = slot.parents[child];
-  for (int first = 0; first < slot.step; first += at_once) {
+  for (int first = 0; first < slot.place; first += at_once) {
     const int position = first + place;
-    const bool works = position < min(slot.step, first + at_once);
+    const bool works = position < min(slot.place, first + at_once);
     int* const row = p.ancestry + position * p.memory_rows;
     const int ancestor = works ? row[parent] : 0, before = works ? row[own] : 0;
     __syncthreads();  // all ancestors of these positions have been read
@@ -208,30 +215,32 @@ __device__ __forceinline__ void prefetch_slot(const Advance& p) {
     prefetch(p.scores + first_row + child);
     const int64_t sentence = peek(p.sentences + blockIdx.x);
     const int64_t column = sentence * p.beam + child;
-    if (sentence >= 0 && column < p.memory_rows) prefetch(p.lengths + column);
+    if (sentence >= 0 && column < p.columns) prefetch(p.lengths + column);
   }
-  if (place < min(peek(p.progress + kStep), p.positions)) {
+  if (place < min(peek(p.places + first_row), p.positions)) {
     prefetch(p.ancestry + place * p.memory_rows + first_row + child);
   }
 }
 
-// Called when the block has written all its results. The last block counts the step and reports it.
-// The fences order all results before the report: one thread's fence holds for its block, because
-// it comes after a barrier; the last block's fence holds for all blocks, because it comes after
-// their increments of the counter. The report overwrites the report of two steps ago. The host has
-// read that one, because the host is at most one step late.
-__device__ __forceinline__ void finish(const Advance& p, int step) {
+// Called when the block has written all its results; ended: its sentence has ended. The last block
+// counts the step and reports it. The fences order all results before the report: one thread's
+// fence holds for its block, because it comes after a barrier; the last block's fence holds for all
+// blocks, because it comes after their increments of the counter.
+__device__ __forceinline__ void finish(const Advance& p, bool ended) {
   __syncthreads();
   if (threadIdx.x != 0) return;
+  // Only the last block changes the count, after all blocks have read it.
+  const int count = *static_cast<volatile int*>(p.progress + kCount) + 1;
+  if (ended) {
+    static_cast<volatile int*>(p.reports)[1 + blockIdx.x] = count;
+    __threadfence_system();
+  }
   __threadfence();
   if (atomicAdd(&p.progress[kScratch], 1) != static_cast<int>(gridDim.x) - 1) return;
   p.progress[kScratch] = 0;
-  p.progress[kStep] = step + 1;
+  p.progress[kCount] = count;
   __threadfence_system();
-  const auto steps = static_cast<uint32_t>(step + 1);
-  const auto unfinished = static_cast<uint32_t>(atomicAdd(&p.progress[kUnfinished], 0));
-  *static_cast<volatile uint64_t*>(p.reports + steps % kReports) =
-      static_cast<uint64_t>(unfinished) << 32 | steps;
+  *static_cast<volatile int*>(p.reports) = count;
 }
 
 __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p) {
@@ -249,12 +258,12 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
   const bool hypothesis = exists && thread < p.beam;
   const int token = hypothesis ? p.tokens[first_row + thread] : 0;
   const float score = hypothesis ? p.scores[first_row + thread] : 0.0f;
-  const int max_len = p.progress[kMaxLen];
   if (thread == 0) {
     slot.first_row = first_row;
     slot.count = p.width == 1 ? p.beam : p.width;
-    slot.step = p.progress[kStep];
-    slot.prompt = p.progress[kPrompt];
+    slot.step = exists ? p.steps[first_row] : 0;
+    slot.place = exists ? p.places[first_row] : 0;
+    slot.last_step = exists ? p.last_steps[first_row] : 0;
     slot.sentence = exists ? p.sentences[number] : -1;
   }
   const int64_t offset = static_cast<int64_t>(first_row) * p.width;
@@ -263,17 +272,17 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
     tokens[i] = p.candidate_tokens[offset + i];
     // With transformers' rules the last eos is forced, and adds nothing to a score.
     if (p.stopping != kFirst && tokens[i] == p.eos && scores[i] > -INFINITY &&
-        p.progress[kStep] >= max_len) {
+        p.steps[first_row] >= p.last_steps[first_row]) {
       scores[i] = p.scores[first_row + i / p.width];
     }
   }
   griddepcontrol_launch_dependents();
   __syncthreads();
   const int step = slot.step;
-  if (slot.sentence < 0) return finish(p, step);
+  if (slot.sentence < 0) return finish(p, false);
   const int first_column = slot.sentence * p.beam;
   const int length = hypothesis ? p.lengths[first_column + thread] : 0;
-  const int64_t now = step * p.memory_rows;
+  const int64_t now = slot.place * p.memory_rows;
   if (hypothesis) {
     p.past_tokens[now + first_row + thread] = token;
     p.past_scores[now + first_row + thread] = score;
@@ -306,12 +315,12 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
   }
   bool finished = results == room;
   if (p.stopping != kFirst) {
-    if (thread == 0) choose(p, slot, first_column, results, running, max_len);
+    if (thread == 0) choose(p, slot, first_column, results, running);
     __syncthreads();
     results = slot.kept;
     finished = slot.finished;
   }
-  finished |= step >= max_len;
+  finished |= step >= slot.last_step;
   if (thread < slot.count) {
     const bool end = ends(thread);
     const int child = end ? slot.count - ended + ended_before : thread - ended_before;
@@ -323,35 +332,40 @@ __global__ void __launch_bounds__(kThreads) beam_advance_kernel(const Advance p)
       p.ancestry[now + first_row + child] = parent;
     }
   }
+  // A sentence that has ended stays at its last step, for which there is a position.
+  if (hypothesis && !finished) {
+    p.steps[first_row + thread] = step + 1;
+    p.places[first_row + thread] = slot.place + 1;
+  }
+  if (thread == 0) {
+    slot.ended = finished;
+    if (results > 0) slot.divisor = divisor(p, step + 1);
+    if (finished) p.sentences[number] = -1;
+  }
   __syncthreads();
   keep(p, slot, results);
   __syncthreads();  // ancestors have been read
   inherit(p, slot);
-  if (thread == 0 && finished) {
-    p.sentences[number] = -1;
-    atomicSub(&p.progress[kUnfinished], 1);
-  }
-  finish(p, step);
+  finish(p, slot.ended);
 }
 
 // The device address of the reports, which are in host memory.
-uint64_t* reports_of(const char* op, const Tensor& reports) {
+int* reports_of(const char* op, const Tensor& reports) {
   cudaPointerAttributes memory{};
   const cudaError_t error = cudaPointerGetAttributes(&memory, reports.mutable_data_ptr());
   require(error == cudaSuccess, op, ": reports: ", cudaGetErrorString(error));
   require(memory.type == cudaMemoryTypeHost && memory.devicePointer != nullptr, op,
           ": reports must be in pinned memory of the CPU");
-  require(reinterpret_cast<uintptr_t>(memory.devicePointer) % sizeof(uint64_t) == 0, op,
-          ": reports must be aligned to 8 bytes");
-  return static_cast<uint64_t*>(memory.devicePointer);
+  return static_cast<int*>(memory.devicePointer);
 }
 
-void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens, Tensor progress,
-                  Tensor sentences, Tensor tokens, Tensor scores, Tensor ancestry,
-                  Tensor past_tokens, Tensor past_scores, Tensor hypothesis_tokens,
-                  Tensor hypothesis_scores, Tensor lengths, Tensor totals, Tensor reports,
-                  int64_t beam, int64_t groups, double diversity, int64_t eos,
-                  double length_penalty, int64_t stopping) {
+void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens,
+                  const Tensor& last_steps, Tensor progress, Tensor sentences, Tensor steps,
+                  Tensor places, Tensor tokens, Tensor scores, Tensor ancestry, Tensor past_tokens,
+                  Tensor past_scores, Tensor hypothesis_tokens, Tensor hypothesis_scores,
+                  Tensor lengths, Tensor totals, Tensor reports, int64_t beam, int64_t groups,
+                  double diversity, int64_t eos, double length_penalty, int64_t stopping,
+                  int64_t prompt) {
   constexpr const char* kOp = "beam_advance";
   require(beam <= kMaxBeam, kOp, ": beam must be at most ", kMaxBeam, " on a GPU, got ", beam);
   const auto contiguous = [&](const char* name, const Tensor& x) -> const Tensor& {
@@ -369,6 +383,9 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                        .candidate_tokens = ints("candidate_tokens", candidate_tokens),
                        .progress = ints("progress", progress),
                        .sentences = ints("sentences", sentences),
+                       .last_steps = ints("last_steps", last_steps),
+                       .steps = ints("steps", steps),
+                       .places = ints("places", places),
                        .tokens = ints("tokens", tokens),
                        .ancestry = ints("ancestry", ancestry),
                        .past_tokens = ints("past_tokens", past_tokens),
@@ -381,12 +398,14 @@ void beam_advance(const Tensor& candidate_scores, const Tensor& candidate_tokens
                        .reports = reports_of(kOp, contiguous("reports", reports)),
                        .memory_rows = ancestry.size(1),
                        .positions = static_cast<int>(ancestry.size(0)),
+                       .columns = static_cast<int>(lengths.size(0)),
                        .slots = static_cast<int>(slots),
                        .beam = static_cast<int>(beam),
                        .width = static_cast<int>(width),
                        .groups = static_cast<int>(groups),
                        .eos = static_cast<int>(eos),
                        .stopping = static_cast<int>(stopping),
+                       .prompt = static_cast<int>(prompt),
                        .diversity = static_cast<float>(diversity),
                        .length_penalty = length_penalty};
   const DeviceGuard guard(progress.get_device());

@@ -129,7 +129,7 @@ __device__ __forceinline__ void find_candidates(const Logits<T>& logits, const f
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 
-  const Step step(rules);
+  const Step step(rules, hypothesis);
   const int unk = step.unk - begin;
   const float score = scores[hypothesis], rate = 1.0f / rules.temperature;
   // A hypothesis with score -inf is dead. Without a cluster, do not read its logits. In a cluster,
@@ -273,13 +273,14 @@ __global__ void LIGHTSEQ_CLUSTER(kMaxCluster) __launch_bounds__(kThreads, 768 / 
 }
 
 std::tuple<Tensor, Tensor> beam_candidates(const Tensor& logits, const Tensor& scores,
-                                           const Tensor& progress, int64_t count, int64_t pad,
-                                           int64_t eos, int64_t unk, int64_t min_len,
+                                           const Tensor& steps, const Tensor& last_steps,
+                                           int64_t count, int64_t pad, int64_t eos, int64_t unk,
+                                           int64_t min_len, int64_t min_len_from,
                                            double unk_penalty, double temperature) {
   constexpr const char* kOp = "beam_candidates";
   const int64_t rows = logits.size(0), classes = logits.size(1);
-  const Rules rules =
-      rules_of(kOp, logits, scores, progress, pad, eos, unk, min_len, unk_penalty, temperature);
+  const Rules rules = rules_of(kOp, logits, scores, steps, last_steps, pad, eos, unk, min_len,
+                               min_len_from, unk_penalty, temperature);
   require(count >= 1 && count < classes && count <= kMaxCount, kOp, ": count must be 1 to ",
           kMaxCount, " and below V on a GPU, got ", count);
   const int32_t device = logits.get_device();

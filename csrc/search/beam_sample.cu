@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
   const Cut cut(row, classes);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  const Step step(rules);
+  const Step step(rules, static_cast<int>(blockIdx.x));
   const float score = scores[blockIdx.x];
   if (!(score > -INFINITY)) {
     if (threadIdx.x == 0) tokens[blockIdx.x] = step.eos, totals[blockIdx.x] = -INFINITY;
@@ -188,14 +188,15 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 std::tuple<Tensor, Tensor> beam_sample(const Tensor& logits, const Tensor& scores,
-                                       const Tensor& sentences, const Tensor& progress,
-                                       const Tensor& rng, int64_t beam, int64_t topk, double topp,
-                                       int64_t pad, int64_t eos, int64_t unk, int64_t min_len,
+                                       const Tensor& sentences, const Tensor& steps,
+                                       const Tensor& last_steps, const Tensor& rng, int64_t beam,
+                                       int64_t topk, double topp, int64_t pad, int64_t eos,
+                                       int64_t unk, int64_t min_len, int64_t min_len_from,
                                        double unk_penalty, double temperature) {
   constexpr const char* kOp = "beam_sample";
   const int64_t rows = logits.size(0), classes = logits.size(1);
-  const Rules rules =
-      rules_of(kOp, logits, scores, progress, pad, eos, unk, min_len, unk_penalty, temperature);
+  const Rules rules = rules_of(kOp, logits, scores, steps, last_steps, pad, eos, unk, min_len,
+                               min_len_from, unk_penalty, temperature);
   require(sentences.is_contiguous() && rng.is_contiguous(), kOp,
           ": sentences and rng must be contiguous");
   const DeviceGuard guard(logits.get_device());

@@ -21,30 +21,27 @@ namespace lightseq::beam_search {
 constexpr int kSize = kColumnsPerDraw;  // logits per load
 constexpr float kFloor = -1e30f;        // initial maximum; finite, so that exp(-inf - kFloor) is 0
 
-// Indices into `progress`, int32 on the device (ops/beam_search.py: Progress).
-enum : int { kStep = 0, kMaxLen = 1, kUnfinished = 2, kScratch = 3, kPrompt = 4 };
-
 struct Rules {
-  const int* progress;
-  int pad, eos, unk, min_len;
+  const int *steps, *last_steps;  // of each row
+  int pad, eos, unk, min_len, min_len_from;
   float unk_penalty, temperature;
 };
 
-// The rules of this step.
+// The rules of a row's step.
 struct Step {
   int number, pad, eos, unk;
   float unk_penalty;
   bool only_eos, no_eos;
   int lowest, highest;  // smallest and largest token with a rule
 
-  __device__ __forceinline__ explicit Step(const Rules& rules)
-      : number(rules.progress[kStep]),
+  __device__ __forceinline__ Step(const Rules& rules, int row)
+      : number(rules.steps[row]),
         pad(rules.pad),
         eos(rules.eos),
         unk(rules.unk),
         unk_penalty(rules.unk_penalty),
-        only_eos(number >= rules.progress[kMaxLen]),
-        no_eos(number < rules.min_len),
+        only_eos(number >= rules.last_steps[row]),
+        no_eos(number < rules.min_len && number >= rules.min_len_from),
         lowest(min(pad, min(eos, unk))),
         highest(max(pad, max(eos, unk))) {}
 
@@ -146,21 +143,24 @@ __device__ __forceinline__ float from_ordered(uint32_t x) {
 }
 
 inline Rules rules_of(const char* op, const Tensor& logits, const Tensor& scores,
-                      const Tensor& progress, int64_t pad, int64_t eos, int64_t unk,
-                      int64_t min_len, double unk_penalty, double temperature) {
+                      const Tensor& steps, const Tensor& last_steps, int64_t pad, int64_t eos,
+                      int64_t unk, int64_t min_len, int64_t min_len_from, double unk_penalty,
+                      double temperature) {
   require(logits.size(1) <= INT32_MAX - kSize, op, ": V must be below 2^31, got ", logits.size(1));
-  require(scores.is_contiguous() && progress.is_contiguous(), op,
-          ": scores and progress must be contiguous");
+  require(scores.is_contiguous() && steps.is_contiguous() && last_steps.is_contiguous(), op,
+          ": scores, steps and last_steps must be contiguous");
   require(temperature > 0.0, op, ": temperature must be positive, got ", temperature);
   for (const int64_t token : {pad, eos, unk}) {
     require(token >= 0 && token < logits.size(1), op, ": pad, eos and unk must be in [0, V), got ",
             token);
   }
-  return {.progress = progress.const_data_ptr<int>(),
+  return {.steps = steps.const_data_ptr<int>(),
+          .last_steps = last_steps.const_data_ptr<int>(),
           .pad = static_cast<int>(pad),
           .eos = static_cast<int>(eos),
           .unk = static_cast<int>(unk),
           .min_len = static_cast<int>(min_len),
+          .min_len_from = static_cast<int>(min_len_from),
           .unk_penalty = static_cast<float>(unk_penalty),
           .temperature = static_cast<float>(temperature)};
 }

@@ -7,19 +7,20 @@ B = sentences, S = padded source length.
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
-from lightseq_fairseq.generation.search_buffers import SearchBuffers
+from lightseq_fairseq.generation.search_buffers import SearchBuffers, Sizes, power
+from lightseq_fairseq.generation.source import Source, SourcePart
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.decoder import memory_weight
 from lightseq_fairseq.layers.node import Input, apply
@@ -29,7 +30,9 @@ from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.memory.packing import Segments, bucket_len
 from lightseq_fairseq.ops.checks import trust_boundaries
 
-_KEPT = 0.1  # fraction of the GPU's memory that may stay allocated between two batches
+# Fractions of the GPU's memory that the cache of a search, and the keys and values of its sources,
+# may take. After a search, twice the larger one may stay allocated: rows are rounded up.
+_CACHE, _SOURCE = 0.07, 0.1
 
 
 def bucket(rows: int, device: torch.device) -> int:
@@ -107,66 +110,59 @@ class StepDecoder:
         cu_seqlens: int32 [B + 1].
         rows: the most rows of the batch. positions: the least number of positions to allocate.
         """
-        memory = self._open(decoder)
-        memory.open(_room(rows), positions, cu_seqlens.cpu().numpy(), 0)
+        memory, rows = self._open(decoder), _room(rows)
+        starts = cu_seqlens.cpu().numpy()
+        sizes = Sizes(rows, positions, max(rows, len(starts)))
+        memory.open(sizes, starts, int(starts[-1]))
         memory.send()
-        memory.ancestry.zero_()  # unused rows read it too
         if features is not None:
             memory.keep_source(_keys_and_values(decoder, features))
         return memory
 
-    def open(
-        self, encoder: Any, decoder: Any, tokens: Tensor, rows: int, positions: int
-    ) -> SearchBuffers:
-        """As `begin`, from source tokens; ``encode`` then runs the encoder.
+    def open(self, encoder: Any, decoder: Any, source: Source, sizes: Sizes) -> SearchBuffers:
+        """As `begin`, for a search; ``encode`` then runs the encoder, or ``prefill`` the decoder.
 
-        encoder: None for a decoder without a source. Then the tokens are its prompts, which
-        ``prefill`` reads.
-        tokens: int64 [B, S], sentences with pads anywhere, see ``Segments.from_mask``.
-        The caller writes the rest of ``memory.host`` and calls ``memory.send``.
+        encoder: None for a decoder without a source. Then the sentences are its prompts.
+        sizes: the least. The caller writes the rest of ``memory.host`` and calls ``memory.send``.
         """
-        fetched = tokens.to("cpu", non_blocking=True)
-        readers = (decoder,) if encoder is None else (decoder, encoder)
-        memory = self._open(*readers)  # while the copy runs
-        # All shapes depend on the number of real tokens. For tokens on the GPU, this is the only
-        # synchronization before the end of the batch.
-        if tokens.is_cuda:
-            torch.cuda.current_stream(tokens.device).synchronize()
-        padded = fetched.numpy()
-        is_real = padded != readers[-1].padding_idx
-        lengths = is_real.sum(1)
-        cu_seqlens = np.append(0, lengths.cumsum())
-        count = int(cu_seqlens[-1])
-        memory.open(_room(rows), positions, cu_seqlens, bucket(count, memory.device))
-        # The rows after ``count`` are zero and belong to no sentence.
-        memory.host["source_tokens"][:count] = padded[is_real]
-        memory.host["source_positions"][:count] = np.arange(count) - cu_seqlens[:-1].repeat(lengths)
+        memory = self._open(*((decoder,) if encoder is None else (decoder, encoder)))
+        slots, rows = sizes.rows, _room(sizes.rows)
+        sizes = sizes._replace(
+            rows=rows,
+            sentences=max(rows, power(sizes.sentences)),
+            read_sentences=max(rows, power(sizes.read_sentences)),
+            read_tokens=bucket(sizes.read_tokens, memory.device),
+        )
+        # Behind the last sentence there is room for the rows that fill a bucket.
+        memory.open(sizes, source.cu_seqlens, len(source.tokens) + sizes.read_tokens)
+        if self.progress.make_room(slots):
+            memory.moved = True
         return memory
 
-    def encode(self, encoder: Any, decoder: Any, sentences: int, longest: int) -> None:
-        """Run the encoder on the source tokens in ``memory``, as a separate graph.
+    def encode(self, encoder: Any, decoder: Any, part: SourcePart, first: int) -> None:
+        """Run the encoder on the ``part`` of the source that is in ``memory``, as a graph.
 
-        It stores the cross-attention keys and values of all layers in ``memory.source``.
+        It stores the cross-attention keys and values of all layers in ``memory.source``, from row
+        ``first`` on.
 
         encoder: has ``features``, ``padding_idx`` and ``table_rows``, as the encoder of
-        ``plugins.transformer``. longest: length of the longest of the B sentences.
+        ``plugins.transformer``.
         """
-        memory = self.memory
-        sentences = bucket(sentences, memory.device)
+        memory, longest = self.memory, part.longest
+        sentences = bucket(len(part.lengths), memory.device)
+        count = bucket(len(part.tokens), memory.device)
 
-        def encode() -> None:
-            tokens, positions = memory.source_tokens, memory.source_positions
-            boundaries = memory.cu_seqlens[: sentences + 1]
-            trust_boundaries(boundaries, len(tokens), longest)
+        def encode() -> Tensor:
+            tokens, positions = memory.source_tokens[:count], memory.source_positions[:count]
+            boundaries = memory.boundaries[: sentences + 1]
+            trust_boundaries(boundaries, count, longest)
             shape = (sentences, longest)
             segments = Segments(boundaries, longest, positions, positions[:0], shape, most)
-            features = encoder.features(tokens, segments, memory.rng)
-            memory.ancestry.zero_()  # unused rows read it too
-            memory.keep_source(_keys_and_values(decoder, features))
+            return _keys_and_values(decoder, encoder.features(tokens, segments, memory.rng))
 
         table, most = encoder.table_rows(longest), bucket_len(longest)
-        key = ("source", len(memory.source_tokens), sentences, table, most)
-        self.launch(key, encode)
+        key = ("source", *memory.layout, count, sentences, table, most)
+        memory.keep_source(self.launch(key, encode), first)
 
     def _open(self, decoder: Any, *others: Any) -> SearchBuffers:
         if self._addresses is None or not self._addresses.intact(decoder, *others):
@@ -200,7 +196,7 @@ class StepDecoder:
             return function()
         if self.memory.moved:
             self._void()
-        return self._graphs.launch((self.memory.rows, *key), function)
+        return self._graphs.launch((self.memory.rows, self.memory.positions, *key), function)
 
     def end(self) -> None:
         """After a batch: free buffers and graphs if the buffers exceed what may stay allocated."""
@@ -221,24 +217,20 @@ class StepDecoder:
             self.memory.moved = False
 
     def features(
-        self, decoder: Any, rows: int, beam: int, attention: AttentionRequest | None = None,
-        is_ragged: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, decoder: Any, rows: int, beam: int, attention: AttentionRequest | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Features [N, C] of ``memory.tokens[:rows]``; appends their keys and values to the cache.
 
         beam: rows per slot, see ``SearchBuffers``. attention: which cross-attention
-        weights to return too, float32 [N, S]; this requires beam 1. is_ragged: not all
-        ``memory.starts`` are 0.
+        weights to return too, float32 [N, S]; this requires beam 1.
         """
         memory, weights = self.memory, None
-        slots = memory.sentences[: rows // beam]
-        starts = memory.starts[:rows] if is_ragged else None
+        slots, places = memory.sentences[: rows // beam], memory.places[:rows]
 
         def past(place: int, block: MultiheadAttention, qkv: Tensor) -> Tensor:
             keys, values = memory.cache[:, place].unbind(1)
             return ops.decode_self_attention(
-                qkv, keys, values, memory.ancestry, memory.step, block.num_heads, _scale(block),
-                beam, starts,
+                qkv, keys, values, memory.ancestry, places, block.num_heads, _scale(block), beam
             )  # fmt: skip
 
         def source(place: int, block: MultiheadAttention, q: Tensor) -> Tensor:
@@ -253,31 +245,31 @@ class StepDecoder:
             return out
 
         trust_boundaries(memory.cu_seqlens, len(memory.source), len(memory.source))
-        positions = memory.step.expand(rows) if starts is None else memory.step - starts
-        x = decoder.embed_packed(memory.tokens[:rows], positions, 1, memory.rng, 1)
+        x = decoder.embed_packed(memory.tokens[:rows], places, 1, memory.rng, 1)
         cross = source if memory.reads_source else None
         return _run_layers(decoder, x, memory.rng, past, cross), weights
 
-    def prefill(self, decoder: Any, slots: int, longest: int, beam: int) -> Tensor:
+    def prefill(self, decoder: Any, count: int, prompts: int, longest: int, beam: int) -> Tensor:
         """Features [T, C] of the prompts in ``memory``; writes their keys and values to the cache.
 
         All prompts pass through the layers together, packed. The entries of a prompt are in the
         first row of its slot, to which ``memory.ancestry`` leads all hypotheses of the slot.
 
-        slots: as many as there are prompts, or more. longest: upper bound of a prompt's length; the
-        cache must have more positions than that.
+        count: T or more. prompts: their number or more, each with a slot of its own. longest:
+        upper bound of a prompt's length; the cache must have more positions than that.
         """
         memory = self.memory
-        tokens, positions = memory.source_tokens, memory.source_positions
-        boundaries = memory.cu_seqlens[: slots + 1]
-        trust_boundaries(boundaries, len(tokens), longest)
-        segments = Segments(boundaries, longest, positions, positions[:0], (slots, longest))
-        places, slot = memory.prompt_places(slots, beam)
-        rows = slot * beam
-        every = torch.arange(memory.rows, dtype=torch.int32, device=memory.device)
-        memory.ancestry.copy_(every.sub_(every % beam).expand_as(memory.ancestry))
+        tokens, positions = memory.source_tokens[:count], memory.source_positions[:count]
+        boundaries = memory.boundaries[: prompts + 1]
+        trust_boundaries(boundaries, count, longest)
+        segments = Segments(boundaries, longest, positions, positions[:0], (prompts, longest))
+        places, prompt = memory.prompt_places(count, prompts)
+        first = memory.source_slots[:prompts].long() * beam
+        rows = first[prompt]
+        each = (first[:, None] + torch.arange(beam, device=memory.device)).flatten()
+        memory.ancestry[:longest, each] = first.repeat_interleave(beam).int()
 
-        def prompt(place: int, block: MultiheadAttention, qkv: Tensor) -> Tensor:
+        def attend(place: int, block: MultiheadAttention, qkv: Tensor) -> Tensor:
             keys, values = memory.cache[:, place].unbind(1)
             q, k, v = qkv.unflatten(1, (3, block.num_heads, -1)).unbind(1)
             keys[places, rows], values[places, rows] = k.flatten(1), v.flatten(1)
@@ -285,7 +277,7 @@ class StepDecoder:
             return ops.attention_fwd(q, k, v, **arguments)[0].flatten(1)
 
         x = decoder.embed_packed(tokens, positions, 1, memory.rng, 1)
-        return _run_layers(decoder, x, memory.rng, prompt, None)
+        return _run_layers(decoder, x, memory.rng, attend, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,12 +328,35 @@ def _run_layers(
     return features
 
 
+def most_rows(decoder: Any, positions: int) -> int:
+    """The most rows of a search whose cache takes no more than its share of the memory."""
+    return int(
+        _CACHE * _total(next(decoder.parameters()).device) / (_of_token(decoder) * positions)
+    )
+
+
+def most_source(decoder: Any) -> int:
+    """The most source tokens of a search whose keys and values take no more than their share."""
+    return int(_SOURCE * _total(next(decoder.parameters()).device) / _of_token(decoder))
+
+
+def _of_token(decoder: Any) -> int:
+    """Bytes of the keys and values of a token in all layers."""
+    layers, first = list(decoder.layers), next(decoder.parameters())
+    return len(layers) * 2 * int(layers[0].self_attn.out_proj.out_features) * first.element_size()
+
+
 @functools.cache
+def _total(device: torch.device) -> int:
+    """Bytes of memory of the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _most_kept(device: torch.device) -> float:
-    """Bytes of buffers that may stay allocated between two batches."""
-    if device.type != "cuda":
-        return 0.0
-    return _KEPT * torch.cuda.get_device_properties(device).total_memory
+    """Bytes of buffers that may stay allocated between two searches."""
+    return 2 * _SOURCE * _total(device) if device.type == "cuda" else 0.0
 
 
 def _keys_and_values(decoder: Any, features: Tensor) -> Tensor:

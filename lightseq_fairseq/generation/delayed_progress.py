@@ -12,56 +12,80 @@ from lightseq_fairseq.base.errors import GPUHangs
 from lightseq_fairseq.memory import graphs
 
 _LOOKS = 1000  # polls of the report between two queries of the stream
+_LEAST = 1 << 10  # numbers of ``reports`` at first
 
 
 class DelayedProgress:
-    """Tells the host, one step late, how many sentences are unfinished, so the GPU never waits.
+    """Tells the host, one step late, which sentences have ended, so the GPU never waits.
 
     The delay is always exactly one step. Otherwise the row count, and with it rounding errors,
     would depend on the host's speed. On a CPU there is no delay.
 
-    Every step writes a report to pinned memory, which the host polls. Reports alternate between two
-    places. The host launches step n + 1 only after it has read the report of step n - 1, so no
-    report is overwritten before it is read. The two numbers of a report are read in one 8-byte
-    access.
+    Every step writes its number to pinned memory, which the host polls, and before that to the
+    places of the slots whose sentences have ended.
 
     Attributes:
-        reports: int32 [2, 2], see ``ops.beam_advance``.
+        reports: int32 [1 + slots or more], see ``ops.beam_advance``.
     """
 
+    reports: torch.Tensor
     _of_steps: torch.cuda.Stream  # the stream of the steps, looked up once per search
 
     def __init__(self, device: torch.device) -> None:
-        self.reports = torch.zeros(2, 2, dtype=torch.int32)
+        self._device = device
         self._beside: torch.cuda.Stream | None = None
-        self._launched = 0  # number of the newest launched step, plus 1
+        self._launched = 0  # steps of this search
         if device.type == "cuda":
             self._beside = torch.cuda.Stream(device)
             self._of_steps = torch.cuda.current_stream(device)
+        self._allocate(_LEAST)
+
+    def _allocate(self, size: int) -> None:
+        self.reports = torch.zeros(size, dtype=torch.int32)
+        if self._beside is not None:
             # torch does not see that kernels write this memory, but it sees this copy. So if a
             # search is dropped, torch frees the memory only after the stream's last step.
             self.reports = self.reports.pin_memory()
-            self.reports.copy_(torch.zeros_like(self.reports, device=device), non_blocking=True)
+            zeros = torch.zeros_like(self.reports, device=self._device)
+            self.reports.copy_(zeros, non_blocking=True)
             self._of_steps.synchronize()
-        self._places = self.reports.flatten().numpy().view(np.uint64)
+        self._numbers = self.reports.numpy()
 
-    def begin(self, unfinished: int, step: int = 0) -> None:
-        """Call this before ``step``, the first one of a search of ``unfinished`` sentences."""
+    def make_room(self, slots: int) -> bool:
+        """Grow ``reports`` for so many slots; whether it has another address now."""
+        if slots < len(self.reports):
+            return False
+        self._wait(self._launched)
+        self._launched = 0
+        self._allocate(1 << slots.bit_length())
+        return True
+
+    def begin(self) -> None:
+        """Call this before the first step of a search."""
         # The last step of the previous search may not have reported yet, since no one waits for it.
-        self._report_after(self._launched)
-        self._places[:] = 0
-        self._places[step % 2] = unfinished << 32 | step
-        self._launched = step
+        self._wait(self._launched)
+        self._numbers.fill(0)
+        self._launched = 0
         if self._beside is not None:
             self._of_steps = torch.cuda.current_stream(self._beside.device)
 
-    def unfinished(self, step: int) -> int:
-        """Unfinished sentences before ``step``, which has just been launched; on a CPU after it."""
-        self._launched = step + 1
-        return self._report_after(step if self._beside is not None else step + 1)
+    @property
+    def is_delayed(self) -> bool:
+        return self._beside is not None
 
-    def _report_after(self, steps: int) -> int:
-        """The number of sentences that are unfinished after ``steps`` steps.
+    def ended(self) -> tuple[int, np.ndarray]:
+        """The number of the newest step of which the host may know, counted from 1, and for each
+        slot the number of the step at which its sentence has ended, or an older one: integers.
+
+        Call it once after each step. On a GPU the number is 0 after the first step.
+        """
+        self._launched += 1
+        step = self._launched - self.is_delayed
+        self._wait(step)
+        return step, self._numbers[1:]
+
+    def _wait(self, steps: int) -> None:
+        """Wait until ``steps`` steps have reported.
 
         Raises:
             RuntimeError: the GPU has an error, or is idle without having reported.
@@ -72,9 +96,8 @@ class DelayedProgress:
         limit = time.thread_time() + graphs.PATIENCE
         is_idle = False
         for look in itertools.count(1):
-            report = self._places.item(steps % 2)
-            if report & 0xFFFFFFFF == steps:
-                return report >> 32
+            if self._numbers.item(0) >= steps:
+                return
             if is_idle:
                 break
             if self._beside is None or look % _LOOKS == 0:

@@ -2,32 +2,33 @@
 
 As in `generate` of transformers without ``forced_eos_token_id``.
 
-Shapes: S = slots, W = candidates per row, P = positions and R = rows of the buffers, K = S * beam.
+Shapes: S = slots, W = candidates per row, P = positions, R = rows and H = results of the buffers,
+K = S * beam.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.search_buffers import SearchBuffers
-from lightseq_fairseq.ops.beam_advance import normalised
-from lightseq_fairseq.ops.beam_search import Progress
+from lightseq_fairseq.ops.beam_advance import Progress, normalised
 
 
 def end_all(
-    memory: SearchBuffers, slots: int, options: SearchOptions, candidates: tuple[Tensor, Tensor]
-) -> None:
+    memory: SearchBuffers, slots: int, options: SearchOptions, candidates: tuple[Tensor, Tensor],
+    prompt: int, reports: Tensor,
+) -> None:  # fmt: skip
     """Let the ``beam`` best candidates of each sentence, whatever their token, compete with its
     results so far.
 
-    It takes the place of the last step's ``ops.beam_advance``, but reports no progress.
+    It takes the place of the last step's ``ops.beam_advance``. All sentences are at this step.
 
-    candidates: float32 scores and int32 tokens, [K, W].
+    candidates: float32 scores and int32 tokens, [K, W]. prompt, reports: see
+    ``ops.beam_advance``.
     """
-    beam, step = options.beam, memory.step.long()
+    beam, step = options.beam, memory.steps[: slots * options.beam].max().long()
     scores, tokens = (x.view(slots, -1) for x in candidates)
     first = torch.arange(slots, device=step.device)[:, None] * beam
     best, order = (x[:, :beam] for x in scores.sort(dim=1, descending=True, stable=True))
@@ -39,13 +40,12 @@ def end_all(
     columns = memory.sentences[:slots].clamp_min(0).long()[:, None] * beam + place
     lengths = memory.lengths[columns]
     old = memory.totals[columns].masked_fill(lengths == 0, -torch.inf)
-    length = step + 1 - memory.progress[Progress.PROMPT]
-    new = normalised(best, length, options.length_penalty)
+    new = normalised(best, step + 1 - prompt, options.length_penalty)
     totals, order = torch.cat((old, new), 1).sort(dim=1, descending=True, stable=True)
     totals, order = totals[:, :beam], order[:, :beam]
     is_new, kept = order >= beam, order.clamp_max(beam - 1)
     which = (order - beam).clamp_min(0)
-    lengths = torch.where(is_new, step + 1, lengths.gather(1, kept))
+    lengths = torch.where(is_new, memory.places[first] + 1, lengths.gather(1, kept))
     lengths = lengths.masked_fill(totals == -torch.inf, 0).int()
 
     parent, is_new, source = (
@@ -53,23 +53,28 @@ def end_all(
     )
     newest = words.gather(1, which).flatten(), best.gather(1, which).flatten()
     position = torch.arange(memory.positions, device=step.device)[:, None]
-    lineage = torch.where(position < step, memory.ancestry[:, parent].long(), parent)
-    target = columns.masked_fill(memory.sentences[:slots, None] < 0, memory.rows).flatten()
+    at = memory.places[parent]
+    lineage = torch.where(position < at, memory.ancestry[:, parent].long(), parent)
+    has_none = memory.sentences[:slots, None] < 0
+    target = columns.masked_fill(has_none, len(memory.lengths)).flatten()
 
     def write(results: Tensor, past: Tensor, now: Tensor, last: Tensor) -> None:
-        past = torch.where(position == step, now, past).gather(1, lineage)
+        past = torch.where(position == memory.places, now, past).gather(1, lineage)
         # Position p of a result is that of position p + 1 of the hypothesis.
-        mine = torch.where(position == step, last, past.roll(-1, 0))
-        _put(results, target, torch.where(is_new, mine, results[:, source]))
+        mine = torch.where(position == at, last, past.roll(-1, 0)).t()
+        _put(results, target, torch.where(is_new[:, None], mine, results[source]))
 
     write(memory.hypothesis_tokens, memory.past_tokens, memory.tokens, newest[0])
     write(memory.hypothesis_scores, memory.past_scores, memory.scores, newest[1])
-    _put(memory.lengths[None], target, lengths.flatten()[None])
-    _put(memory.totals[None], target, totals.flatten()[None])
+    _put(memory.lengths, target, lengths.flatten())
+    _put(memory.totals, target, totals.flatten())
+    memory.sentences[:slots] = -1
+    memory.progress[Progress.COUNT] += 1
+    reports[:1].copy_(memory.progress[Progress.COUNT, None], non_blocking=True)
 
 
-def _put(to: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Write values [P, K] into columns of [P, R], int64 [K]; those of number R are dropped."""
-    more = functional.pad(to, (0, 1))
-    more[:, columns] = values
-    to.copy_(more[:, :-1])
+def _put(to: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Write values [K, ...] into rows of [H, ...], int64 [K]; those of number H are dropped."""
+    more = torch.cat((to, to[:1]))
+    more[rows] = values
+    to.copy_(more[:-1])

@@ -69,7 +69,7 @@ class Incremental:
         self._steps.make_room(rows, self._length + 1, self._length)
         memory = self._steps.memory
         memory.tokens[: self._rows] = tokens[:, -1]
-        memory.step.fill_(self._length)
+        memory.places.fill_(self._length)
 
         def advance() -> tuple[Tensor, Tensor | None]:
             return self._steps.features(decoder, rows, 1, attention)

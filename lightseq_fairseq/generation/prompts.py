@@ -1,24 +1,24 @@
 """Prompts: the tokens with which a language model's hypotheses begin; forced tokens of others.
 
-`prefill` passes all prompts of a batch through the decoder at once. All hypotheses are at the same
-position.
+`prefill` passes all prompts that begin together through the decoder at once. Each search begins at
+the end of its prompt.
 
-* fairseq's prompts begin together. The search begins at the end of the shortest one. So until a
-  longer prompt ends, `follow` replaces the candidates of its sentence by the prompt's next token.
-  A hypothesis consists of the first decoder input (position 0), the prompt, and the tokens that
-  were found. Scores include those of the prompt's tokens.
-* transformers' prompts end together, at the search's first step: before a shorter prompt are pads,
-  which no token attends to. Scores and lengths do not include the prompt.
+* fairseq: a hypothesis consists of the first decoder input (position 0), the prompt, and the tokens
+  that were found. Scores include those of the prompt's tokens.
+* transformers: prompts are padded on the left, and the pads count as steps. Scores and lengths do
+  not include the prompt.
 
 The tokens that translations begin with are few, such as that of a language: `force` replaces the
 candidates by them, step by step from the first.
 
-Shapes: B = sentences, S = slots (B or more), T = packed tokens of all prompts, L = longest prompt,
-W = candidates per row, V = vocabulary.
+Shapes: N = prompts, T = packed tokens of all of them, L = longest prompt, W = candidates per row,
+V = vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,9 @@ from torch import Tensor
 from lightseq_fairseq import ops
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket
 from lightseq_fairseq.generation.options import SearchOptions
-from lightseq_fairseq.generation.search_buffers import SearchBuffers
+from lightseq_fairseq.generation.search_buffers import SearchBuffers, power
+from lightseq_fairseq.generation.source import SearchBatch, SourcePart
 from lightseq_fairseq.ops.beam_advance import normalised
-from lightseq_fairseq.ops.beam_search import Progress
 
 _LOGITS = 1 << 27  # logits that exist at a time
 
@@ -52,96 +52,76 @@ def room(longest: int, device: torch.device) -> int:
     return bucket(longest, device) + 1
 
 
-def begin(memory: SearchBuffers, sentences: int, options: SearchOptions) -> tuple[int, int]:
-    """Write into ``memory.host`` where the search begins, after ``search`` has filled in the rest.
-
-    Returns:
-        (first step, number of sentences to search). A prompt with an eos is finished: its results
-        are the prompt.
-    """
-    host, beam = memory.host, options.beam
-    starts = host["cu_seqlens"][: sentences + 1]
-    counts = np.diff(starts) - 1  # without the first decoder input
-    newest = host["source_tokens"][starts[1:] - 1]
-    finished = (counts > 0) & (newest == options.eos)
-    step = int(counts[~finished].min(initial=counts.max()))
-    # A shorter prompt is finished, so its tokens are not read.
-    newest = host["source_tokens"][starts[:-1] + np.minimum(counts, step)]
-    host["tokens"][: sentences * beam] = newest.repeat(beam)
-    host["sentences"][:sentences][finished] = -1
-    scores = host["scores"][: sentences * beam].reshape(sentences, beam)
-    scores[finished] = -np.inf
-    lengths = host["lengths"][: sentences * beam].reshape(sentences, beam)
-    lengths[finished] = counts[finished, None]
-    unfinished = sentences - int(finished.sum())
-    host["progress"][[Progress.STEP, Progress.UNFINISHED]] = step, unfinished
-    return step, unfinished
-
-
-def begin_at_end(memory: SearchBuffers, prompts: Tensor, beam: int) -> tuple[int, bool]:
-    """As `begin`, for prompts that end together.
-
-    prompts: int64 [B, L], with pads. The packed ones have at least one token each.
-
-    Returns: (first step, whether there are pads).
-    """
-    host, (sentences, width) = memory.host, prompts.shape
-    rows, step = sentences * beam, width - 1
-    host["tokens"][:rows] = prompts[:, -1].numpy().repeat(beam)
-    starts = width - np.diff(host["cu_seqlens"][: sentences + 1])
-    host["starts"].fill(starts.min())  # so that the positions of unused rows exist
-    host["starts"][:rows] = starts.repeat(beam)
-    host["progress"][[Progress.STEP, Progress.PROMPT]] = step
-    return step, bool(starts.any())
+def finished(part: SourcePart, eos: int) -> np.ndarray:
+    """Which prompts end with an eos, bool [N]: their results are the prompts."""
+    return (part.lengths > 1) & (part.tokens[part.boundaries[1:] - 1] == eos)
 
 
 def prefill(
-    steps: StepDecoder, decoder: Any, slots: int, longest: int,
-    scored: SearchOptions | None, beam: int, table: int,
+    steps: StepDecoder, decoder: Any, part: SourcePart, prompts: int, options: SearchOptions,
+    table: int, is_scored: bool,
 ) -> None:  # fmt: skip
-    """Write the prompts' keys and values into the buffers, as a separate graph.
+    """Write the keys, values and tokens of the prompts in the buffers into their slots, as a
+    separate graph; of fairseq's prompts also the scores, and the results of those that have ended.
 
-    longest: the length of the longest prompt, with the first decoder input. scored: the options
-    of a search whose prompts begin together: write their tokens and scores, too. table: rows of the
-    table of positions.
+    prompts: N or more, each with a slot of its own. table: rows of the table of positions.
+    is_scored: whether they are fairseq's.
     """
-    longest = bucket(longest, steps.memory.device)
+    memory = steps.memory
+    count, longest = (bucket(x, memory.device) for x in (len(part.tokens), part.longest))
+    key = (*memory.layout, count, prompts, longest, options, is_scored)
+    read = functools.partial(_read, steps, decoder, *key[3:])
+    scores = steps.launch(("prompts", *key, table), read)
+    if not is_scored:
+        return
+    for prompt in finished(part, options.eos).nonzero()[0].tolist():
+        _keep(memory, part, prompt, scores, options)
 
-    def read() -> None:
-        x = steps.prefill(decoder, slots, longest, beam)
-        if scored is not None:
-            _score(steps.memory, decoder, x, slots, longest, scored)
 
-    key = ("prompts", len(steps.memory.source_tokens), slots, longest, scored, beam, table)
-    steps.launch(key, read)
-
-
-def _score(
-    memory: SearchBuffers, decoder: Any, x: Tensor, slots: int, longest: int,
-    options: SearchOptions,
-) -> None:  # fmt: skip
-    """Write the tokens and scores of the prompts, whose features are x [T, C]."""
-    tokens, beam = memory.source_tokens, options.beam
-    places, slot = memory.prompt_places(slots, beam)
-    # Rows after the last prompt go to a column of their own, which is dropped.
-    missing = torch.arange(len(tokens), device=tokens.device) >= memory.cu_seqlens[slots]
-    column, places = slot.masked_fill(missing, slots), places.masked_fill(missing, 0)
-    padded = tokens.new_full((longest + 1, slots + 1), options.pad)
-    padded[places, column] = tokens
-    following = padded[places + 1, column]
+def _read(
+    steps: StepDecoder, decoder: Any, count: int, prompts: int, longest: int,
+    options: SearchOptions, is_scored: bool,
+) -> Tensor | None:  # fmt: skip
+    """Scores of the tokens at each position of each prompt, with those before: float32 [., N]."""
+    memory, beam = steps.memory, options.beam
+    x = steps.prefill(decoder, count, prompts, longest, beam)
+    tokens = memory.source_tokens[:count]
+    places, prompt = memory.prompt_places(count, prompts)
+    slots = memory.source_slots[:prompts].long()
+    rows = slots[prompt] * beam
+    memory.past_tokens[places, rows] = tokens
+    if not is_scored:
+        return None
+    # Tokens after the last prompt go to a column of their own, which is dropped.
+    missing = torch.arange(count, device=tokens.device) >= memory.boundaries[prompts]
+    column, position = prompt.masked_fill(missing, prompts), places.masked_fill(missing, 0)
+    padded = tokens.new_full((longest + 1, prompts + 1), options.pad)
+    padded[position, column] = tokens
+    following = padded[position + 1, column]
     scores = torch.zeros(padded.shape, device=tokens.device)
-    scores[places + 1, column] = _log_probabilities(decoder, x, following, options)
-    padded, scores = padded[:, :slots], scores.cumsum(0)[:, :slots]
-    rows = slots * beam
-    memory.past_tokens[:longest, :rows:beam] = padded[:-1]
-    memory.past_scores[:longest, :rows:beam] = scores[:-1]
-    memory.scores[:rows] += scores.index_select(0, memory.step[None])[0].repeat_interleave(beam)
-    # The results of the prompts that are finished. Those of others are overwritten.
-    memory.hypothesis_tokens[:longest, :rows] = padded[1:].repeat_interleave(beam, 1)
-    memory.hypothesis_scores[:longest, :rows] = scores[1:].repeat_interleave(beam, 1)
-    lengths = memory.lengths[:rows]
-    last = scores.repeat_interleave(beam, 1).gather(0, lengths[None].long())[0]
-    memory.totals[:rows] = normalised(last, lengths, options.length_penalty)
+    scores[position + 1, column] = _log_probabilities(decoder, x, following, options)
+    scores = scores.cumsum(0)
+    memory.past_scores[places, rows] = scores[position, column]
+    last = memory.boundaries[: prompts + 1].long().diff().clamp_min(1) - 1
+    totals = scores.gather(0, torch.nn.functional.pad(last, (0, 1))[None])[0, :prompts]
+    rows = (slots[:, None] * beam + torch.arange(beam, device=slots.device)).flatten()
+    memory.scores[rows] += totals.repeat_interleave(beam)
+    return scores
+
+
+def _keep(
+    memory: SearchBuffers, part: SourcePart, prompt: int, scores: Tensor, options: SearchOptions
+) -> None:
+    """Make a finished prompt the results of its sentence; scores: see `_read`."""
+    start, end = part.boundaries[prompt] + 1, part.boundaries[prompt + 1]  # without the first input
+    length, first = int(end - start), (part.first + prompt) * options.beam
+    rows = slice(first, first + options.beam)
+    tokens = torch.from_numpy(part.tokens[start:end])
+    memory.hypothesis_tokens[rows, :length] = tokens.to(memory.device, torch.int32)
+    memory.hypothesis_scores[rows, :length] = scores[1 : length + 1, prompt]
+    memory.lengths[rows] = length
+    lengths = memory.lengths[rows]
+    memory.totals[rows] = normalised(scores[length, prompt], lengths, options.length_penalty)
 
 
 def _log_probabilities(
@@ -167,72 +147,48 @@ def _log_probability(logits: Tensor, labels: Tensor, options: SearchOptions) -> 
     return logs - options.unk_penalty * (labels == options.unk)
 
 
-def follow(
-    memory: SearchBuffers, slots: int, options: SearchOptions, candidates: tuple[Tensor, Tensor],
-    classes: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The candidates [S * beam, W], replaced for sentences whose prompt goes on.
+def keep_forced(
+    memory: SearchBuffers, batches: Sequence[SearchBatch], bounds: np.ndarray, width: int, pad: int
+) -> Tensor | None:
+    """The forced tokens of all sentences, int32 [B, P], then pads; None without any.
 
-    Then only one hypothesis of a sentence, or all when sampling, has a finite score: it
-    continues with the prompt's next token.
-
-    classes: V. It is above W, so that the tokens of a row are all different.
+    bounds: of the batches, in sentences. width: P.
     """
-    scores, tokens = (each.unflatten(0, (slots, options.beam)) for each in candidates)
-    beam, width = scores.shape[1:]
-    sentences = memory.sentences[:slots].clamp_min(0).long()
-    step = memory.step
-    ends = memory.cu_seqlens[sentences + 1] - memory.cu_seqlens[sentences]
-    goes_on = ((step + 1 < ends) & (step < memory.progress[Progress.MAX_LEN]))[:, None, None]
-    at = (step + 1).clamp_max(memory.positions - 1)[None]
-    token, total = (
-        past.index_select(0, at)[0].index_select(0, sentences * beam)[:, None, None]
-        for past in (memory.past_tokens, memory.past_scores)
-    )
-    place = torch.arange(width, dtype=torch.int32, device=tokens.device)
-    alive = place == 0
-    if not options.sampled:
-        alive = alive & (torch.arange(beam, device=tokens.device) == 0)[:, None]
-    total = total.expand(scores.shape).masked_fill(~alive, -torch.inf)
-    scores = torch.where(goes_on, total, scores)
-    tokens = torch.where(goes_on, (token + place) % classes, tokens)
-    return scores.flatten(0, 1), tokens.flatten(0, 1)
-
-
-def keep(memory: SearchBuffers, tokens: Tensor, first: int, beam: int) -> None:
-    """Write tokens int64 [B, P] as those of the hypotheses, from position ``first`` on.
-
-    `force` reads them there, and so do repeated n-grams and results. They are in the first row of
-    their sentence. A step writes its own position, so it overwrites only tokens that were read.
-    """
-    sentences, count = tokens.shape
-    values = tokens.t().to(memory.device, torch.int32, non_blocking=True)
-    memory.past_tokens[first : first + count, : sentences * beam : beam] = values
+    if width == 0:
+        return None
+    tokens = np.full((bounds[-1], width), pad)
+    for batch, first, end in zip(batches, bounds[:-1], bounds[1:], strict=True):
+        if batch.forced is not None:
+            its = batch.forced[:, :width].cpu().numpy()
+            tokens[first:end, : its.shape[1]] = its
+    room = memory.take("forced", power(len(tokens)) * width, torch.int32)
+    room[: tokens.size] = memory.sent(tokens.ravel())
+    return room[: len(room) // width * width].view(-1, width)
 
 
 def force(
     memory: SearchBuffers, options: SearchOptions, logits: Tensor, scores: Tensor,
-    candidates: tuple[Tensor, Tensor],
+    candidates: tuple[Tensor, Tensor], forced: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The candidates [S * beam, W], replaced in sentences with a forced token at this step.
 
     There each row has one candidate with a finite score: that token.
 
-    logits: [S * beam, V]. scores: float32 [S * beam], sums so far.
+    logits: [S * beam, V]. scores: float32 [S * beam], sums so far. forced: int32 [., P], the tokens
+    of each sentence, then pads.
     """
     past, found = candidates
-    slots = len(logits) // options.beam
-    sentences = memory.sentences[:slots].clamp_min(0).long()
-    at = (memory.step + 1).clamp_max(memory.positions - 1)[None]
-    token = memory.past_tokens.index_select(0, at)[0].index_select(0, sentences * options.beam)
-    is_forced = (token != options.pad) & (memory.step < memory.progress[Progress.MAX_LEN])
-    # Of a slot without a sentence, and after the last forced token, any number may be there.
-    token = token.where(is_forced, options.pad).repeat_interleave(options.beam)[:, None]
+    beam, rows = options.beam, len(logits)
+    sentences = memory.sentences[: rows // beam].clamp_min(0).long().repeat_interleave(beam)
+    step, last = memory.places[:rows].long(), memory.last_steps[:rows]
+    token = forced[sentences, step.clamp_max(forced.shape[1] - 1)]
+    goes_on = (step < forced.shape[1]) & (step < last)
+    token = token.where(goes_on, options.pad)[:, None]
     total = scores
     if options.early_stopping is None:
         total = scores + _log_probability(logits, token[:, 0], options)
     place = torch.arange(past.shape[1], dtype=torch.int32, device=past.device)
     alone = total[:, None].expand_as(past).masked_fill(place > 0, -torch.inf)
-    goes_on = token != options.pad
+    is_forced = token != options.pad
     following = (token + place) % logits.shape[1]
-    return torch.where(goes_on, alone, past), torch.where(goes_on, following, found)
+    return torch.where(is_forced, alone, past), torch.where(is_forced, following, found)

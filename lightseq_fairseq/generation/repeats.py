@@ -30,7 +30,7 @@ def block(memory: SearchBuffers, logits: Tensor, scores: Tensor, options: Search
     size, temperature = options.no_repeat_ngram, options.temperature
     if options.renormalizes and options.min_len:
         last = logits[:, options.eos]
-        last.masked_fill_(memory.step < options.min_len, -torch.inf)
+        last.masked_fill_(memory.steps[: len(logits)] < options.min_len, -torch.inf)
     before = None if options.renormalizes else _log_sum(logits, temperature)
     if size:
         logits.scatter_(1, _repeats(memory, len(logits), size, options.pad).t(), -torch.inf)
@@ -48,9 +48,9 @@ def _repeats(memory: SearchBuffers, rows: int, size: int, pad: int) -> Tensor:
 
     size: n, at least 2. The n-grams include the first decoder input.
     """
-    step = memory.step.long()
+    step = memory.places[:rows].long()
     position = torch.arange(memory.positions, device=step.device)[:, None]
-    # Entries of later positions are leftovers of other batches: their rows may not exist.
+    # Entries of later positions are leftovers of other searches: their rows may not exist.
     ancestors = memory.ancestry[:, :rows].long().masked_fill(position >= step, 0)
     tokens = memory.past_tokens.gather(1, ancestors)
     tokens = torch.where(position == step, memory.tokens[:rows], tokens)
@@ -58,7 +58,7 @@ def _repeats(memory: SearchBuffers, rows: int, size: int, pad: int) -> Tensor:
     starts = max(memory.positions - last, 0)  # of n-grams
     repeats = (position[:starts] + last <= step).expand(starts, rows)
     for offset in range(last):
-        newest = tokens.index_select(0, (step - (last - 1) + offset).clamp_min(0)[None])
+        newest = tokens.gather(0, (step - (last - 1) + offset).clamp_min(0)[None])
         repeats = repeats & (tokens[offset : offset + starts] == newest)
     return tokens[last : last + starts].long().masked_fill(~repeats, pad)
 

@@ -5,7 +5,7 @@ in one copy. Most of them are never read, so tensors are created on first access
 created for the hypotheses of one rank (such as the best) of all sentences: a caller who reads the
 best hypothesis of one sentence usually reads the best of every sentence.
 
-Shapes: B = sentences, M = B * beam hypotheses at most, P = positions.
+Shapes: B = sentences of a batch, M = B * beam hypotheses at most, P = positions.
 """
 
 from __future__ import annotations
@@ -99,13 +99,15 @@ class LazyHypothesis(MutableMapping[str, Tensor]):
 
 
 class Results:
-    """The results of a search; create it while the search runs, and `fetch` at its end.
+    """The results of a batch of a search; create it while the search runs, `fetch` them when all of
+    its sentences have ended, and read them at the end.
 
     Args:
         sentences, beam: B, and the results per sentence (a sentence may get fewer).
     """
 
     def __init__(self, sentences: int, beam: int) -> None:
+        self._copied: torch.cuda.Event | None = None
         self._ranks = [_Rank() for _ in range(beam)]
         self._of_sentences = [
             [LazyHypothesis(rank, sentence) for rank in self._ranks]
@@ -113,19 +115,35 @@ class Results:
         ]
 
     def fetch(
-        self, memory: SearchBuffers, positions: int, stream: torch.cuda.Stream | None
-    ) -> list[list[LazyHypothesis]]:
-        """The results of each sentence, best first: all that ``ops.beam_advance`` has kept.
+        self, memory: SearchBuffers, first: int, positions: int, stream: torch.cuda.Stream | None
+    ) -> None:
+        """Copy all that ``ops.beam_advance`` has kept to the host, which does not wait.
 
-        positions: P, the length of the longest result. stream: the stream of the copy; None for
-        the CPU.
+        first: the batch's first sentence. positions: P, the length of the longest result. stream:
+        the stream of the copy; None for the CPU.
+        """
+        beam = len(self._ranks)
+        rows = slice(first * beam, (first + len(self._of_sentences)) * beam)
+        self._fetched = _fetched(memory, rows, positions, stream)
+        if stream is not None:
+            self._copied = stream.record_event()
+
+    def wait(self) -> None:
+        """Wait until the results that were fetched are on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def read(self) -> list[list[LazyHypothesis]]:
+        """The results of each sentence, best first.
 
         Raises:
             UserError: a sentence has no result.
         """
         sentences, beam = len(self._of_sentences), len(self._ranks)
-        # Copy, since users may keep results while the next batch reuses the pinned memory.
-        block = _fetched(memory, sentences * beam, positions, stream).numpy().copy()
+        self.wait()
+        # Copy, since users may keep results while the next search reuses the pinned memory.
+        block = self._fetched.numpy().copy()
+        del self._fetched
         found = block[:, 0] > 0
         order = np.where(found, -block[:, 1].view(np.float32), np.inf).reshape(sentences, beam)
         rows = order.argsort(axis=1, kind="stable") + np.arange(0, len(block), beam)[:, None]
@@ -148,23 +166,20 @@ class Results:
 
 
 def _fetched(
-    memory: SearchBuffers, count: int, positions: int, stream: torch.cuda.Stream | None
+    memory: SearchBuffers, rows: slice, positions: int, stream: torch.cuda.Stream | None
 ) -> Tensor:
-    """The first ``count`` hypotheses in one block on the CPU, int32 [M, 2 + 2 * P], by one copy.
+    """Some hypotheses in one block on the CPU, int32 [M, 2 + 2 * P], by one copy.
 
     Each row: length, score, tokens, cumulative score up to each token. Scores are stored as their
     float32 bits.
     """
     with torch.cuda.stream(stream):
-        block = torch.cat(
+        return torch.cat(
             [
-                memory.lengths[:count, None],
-                memory.totals[:count, None].view(torch.int32),
-                memory.hypothesis_tokens[:positions, :count].t(),
-                memory.hypothesis_scores[:positions, :count].t().view(torch.int32),
+                memory.lengths[rows, None],
+                memory.totals[rows, None].view(torch.int32),
+                memory.hypothesis_tokens[rows, :positions],
+                memory.hypothesis_scores[rows, :positions].view(torch.int32),
             ],
             1,
         ).to("cpu", non_blocking=True)
-    if stream is not None:
-        stream.synchronize()
-    return block

@@ -1,212 +1,329 @@
 """Beam search, diverse beam search and sampling with one model, without the host in the loop.
 
-A step is one CUDA graph: decoder, candidates, and selection of the next hypotheses. The host only
-launches it. One step late, the host learns how many sentences are unfinished. From this it knows
-when the search ends, and it reduces the number of rows when enough sentences are finished.
+A step is one CUDA graph, which the host only launches. One step late, the host learns which
+sentences have ended. Their slots are refilled with the sentences that wait. When none waits, the
+host reduces the number of rows.
 
-Shapes: B = sentences, T = packed source tokens, N = rows.
+Shapes: B = sentences, T = packed source tokens, N = rows. A slot is the ``beam`` adjacent rows of a
+sentence.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightseq_fairseq import ops
-from lightseq_fairseq.generation import ends, prompts, repeats
-from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket
+from lightseq_fairseq.generation import prompts
+from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket, most_rows
+from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import LazyHypothesis, Results
-from lightseq_fairseq.generation.search_buffers import SearchBuffers
-from lightseq_fairseq.ops.beam_search import Progress
+from lightseq_fairseq.generation.search_buffers import Sizes
+from lightseq_fairseq.generation.source import SearchBatch, Source, SourcePart
+from lightseq_fairseq.generation.step import Step
 
 MOST_BEAM = 64  # the largest beam that the CUDA kernels support
+_REFILL = 16  # slots are refilled when one of so many is free
 
 
 @torch.no_grad()
 def search(
-    steps: StepDecoder, encoder: Any, decoder: Any, tokens: Tensor, options: SearchOptions,
-    first: int, max_len: int, positions: int, rng: Tensor | None = None,
-    forced: Tensor | None = None,
-) -> list[list[LazyHypothesis]]:  # fmt: skip
+    steps: StepDecoder, encoder: Any, decoder: Any, batches: Sequence[SearchBatch],
+    options: SearchOptions, first: int, rng: Tensor | None = None,
+) -> list[list[list[LazyHypothesis]]]:  # fmt: skip
     """The results of each sentence, best first, as fairseq's ``SequenceGenerator`` gives them.
+
+    The words of a sentence do not depend on the others. There are as many slots as the largest
+    batch has sentences, or fewer if these do not fit into memory.
 
     Args:
         steps: the decoder's ``StepDecoder``, which also describes ``decoder``.
         encoder: see ``StepDecoder.encode``; None for a decoder without a source, such as a language
             model.
-        tokens: int64 [B, S], padded sentences, at least one; on any device. Without an encoder, the
-            prompts, which results begin with.
+        batches: the sentences. The encoder reads a batch at a time.
         first: the first decoder input token.
-        max_len: the most tokens of a result, without eos.
-        positions: positions to allocate at first; more are allocated when needed.
         rng: int64 [2], for sampling.
-        forced: int64 [B, P], the tokens that results begin with. With an encoder: pads, which may
-            only follow them, force nothing, and it has no eos. Without: on the CPU, the prompts as
-            transformers gives them, which end together; ``first`` is not read, and ``tokens`` has
-            ``decoder.padding_idx`` in place of each pad.
 
-    Returns: a list for each sentence, see ``generation.results.LazyHypothesis``.
+    Returns: for each batch a list for each sentence, see ``generation.results.LazyHypothesis``.
     """
-    sentences, beam = len(tokens), options.beam
-    device = next(decoder.parameters()).device
-    rows = first_bucket(sentences * beam, device)
     user = _User()
     steps = steps.lent_to(user)
-    positions = min(positions, max_len + 1)
-    table = decoder.table_rows(max_len + 1)
-    step, left, after_prompts, is_ragged = 0, sentences, 0, False
-    if encoder is None and forced is None:
-        tokens = prompts.with_first(tokens, first, options, max_len)
-    elif encoder is not None and forced is not None:
-        after_prompts = min(forced.shape[1], max_len + (not options.forces_eos))
-        forced = forced[:, :after_prompts]
-    if encoder is None:
-        positions = max(positions, prompts.room(tokens.shape[1], device))
-    positions = max(positions, after_prompts + 1)
     try:
-        memory = steps.open(encoder, decoder, tokens, rows, positions)
-        lengths = np.diff(memory.host["cu_seqlens"][: sentences + 1])  # without pads
-        longest = max(int(lengths.max()), 1)
-        _start(memory, sentences, options, first, max_len)
-        if encoder is None and forced is not None:
-            step, is_ragged = prompts.begin_at_end(memory, forced, beam)
-        elif encoder is None:
-            step, left = prompts.begin(memory, sentences, options)
-            after_prompts = longest - 1
-        memory.send()
-        if rng is not None:
-            memory.rng.copy_(rng)
-        if forced is not None:
-            prompts.keep(memory, forced, 0 if encoder is None else 1, beam)
-        if encoder is None:
-            scored = options if forced is None else None
-            prompts.prefill(steps, decoder, rows // beam, longest, scored, beam, table)
-        else:
-            steps.encode(encoder, decoder, sentences, longest)
-        results = Results(sentences, beam)  # while the GPU works
-        steps.progress.begin(left, step)
-        began = step
-        while left and step <= max_len:
-            steps.make_room(rows, step + 1, step)
-            follows = step < after_prompts
-            is_last = step == max_len and not options.forces_eos
-            kind = rows, options, follows, is_last, is_ragged
-            steps.launch((*kind, table), functools.partial(_advance, steps, decoder, *kind))
-            step += 1
-            if is_last:
-                break
-            left = steps.progress.unfinished(step - 1)
-            if left and bucket(left * beam, device) < rows:
-                rows = bucket(left * beam, device)
-                _compact(memory, step, rows // beam, beam)
+        return _Search(steps, encoder, decoder, batches, options, first).results(rng)
     except BaseException:
         steps.forget()
         raise
-    # If no sentence is left, the step that is still running changes no results, so do not wait for
-    # it. The results of the earlier steps can be read: a step writes its report only after its
-    # results are visible to the whole GPU. Without a step, the results are those of the prompts.
-    stream = steps.progress.beside(left > 0 or step == began)
-    found = results.fetch(memory, max(step, after_prompts), stream)
-    steps.end()
-    return found
 
 
 class _User:
     """Its lifetime marks how long a search uses a ``StepDecoder``, see ``lent_to``."""
 
 
-def _start(
-    memory: SearchBuffers, sentences: int, options: SearchOptions, first: int, max_len: int
-) -> None:
-    host = memory.host
-    host["progress"][[Progress.MAX_LEN, Progress.UNFINISHED]] = max_len, sentences
-    host["sentences"][:sentences] = np.arange(sentences)
-    host["tokens"].fill(first)
-    # At first all hypotheses of a sentence are equal: only one per group may have continuations,
-    # or all of them when sampling.
-    host["scores"].fill(-np.inf)
-    scores = host["scores"][: sentences * options.beam].reshape(sentences, options.beam)
-    scores[:, : options.beam if options.sampled else options.groups] = 0.0
+class _Search:
+    """What the host knows of a search.
 
-
-def _advance(
-    steps: StepDecoder, decoder: Any, rows: int, options: SearchOptions, follows: bool,
-    is_last: bool, is_ragged: bool,
-) -> None:  # fmt: skip
-    """One step of all hypotheses, on buffers at fixed addresses.
-
-    follows: a prompt or the forced tokens may be longer than the hypotheses. Then min_len is
-    ignored, as in fairseq. is_last: all hypotheses end, see ``ends.end_all``. is_ragged: prompts
-    that end together have pads.
+    Attributes:
+        rows: rows of a step, ``beam`` for each slot; perhaps more.
+        launched: steps so far.
+        in_slot: the sentence of each slot, -1 for none.
+        began, ends_by: number of steps before the sentence of each slot, and after its last one.
+        first_step, first_place: the step and the position in the buffers at which it began.
+        moved: the slots of the step before from which the slots come, if they have moved.
+        waiting: the first sentence that has not begun. encoded: batches that the encoder has read.
+        left: sentences of each batch that have not ended. longest: upper bound of the lengths of
+            its results. reported: whether the host knows that their last steps have run.
     """
-    memory, beam = steps.memory, options.beam
-    x, _ = steps.features(decoder, rows, beam, is_ragged=is_ragged)
-    slots = rows // beam
-    logits = decoder.output_layer(x)[: slots * beam]
-    scores, sentences = memory.scores[: slots * beam], memory.sentences[:slots]
-    so_far = scores
-    if is_last:
-        memory.progress[Progress.MAX_LEN] += 1  # any token may follow
-    if options.blocks:
-        so_far = repeats.block(memory, logits, scores, options)
-    if follows:
-        options = replace(options, min_len=0)
-    if options.sampled:
-        if options.topk and options.topp:  # the op would read only topp
-            least = logits.topk(min(options.topk, logits.shape[1])).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        candidates = ops.beam_sample(
-            logits, so_far, sentences, memory.progress, memory.rng,
-            beam=beam, topk=options.topk, topp=options.topp, **options.of_tokens(),
-        )  # fmt: skip
-    else:
-        candidates = ops.beam_candidates(
-            logits, so_far, memory.progress, count=2 * beam, **options.of_tokens()
+
+    def __init__(
+        self, steps: StepDecoder, encoder: Any, decoder: Any, batches: Sequence[SearchBatch],
+        options: SearchOptions, first: int,
+    ) -> None:  # fmt: skip
+        self.steps, self.encoder, self.decoder, self.options = steps, encoder, decoder, options
+        self.device, self.first = next(decoder.parameters()).device, first
+        one = batches[0]
+        self.has_prompts = encoder is None and not one.end_together  # those of fairseq
+        # Tokens that do not count for the length of a result, as in transformers.
+        self.prompt = one.tokens.shape[1] - 1 if one.end_together else 0
+        if self.has_prompts:
+            batches = [
+                each._replace(tokens=prompts.with_first(each.tokens, first, options, each.max_len))
+                for each in batches
+            ]
+        reader = decoder if encoder is None else encoder
+        self.source = source = Source.of(
+            batches, options.pad if self.has_prompts else reader.padding_idx
         )
-    if follows and memory.reads_source:
-        # With transformers' rules a forced token adds nothing.
-        sums = so_far if options.early_stopping is None else scores
-        candidates = prompts.force(memory, options, logits, sums, candidates)
-    elif follows:
-        candidates = prompts.follow(memory, slots, options, candidates, logits.shape[1])
-    if is_last:
-        ends.end_all(memory, slots, options, candidates)
-        return
-    ops.beam_advance(
-        *candidates,
-        progress=memory.progress,
-        sentences=sentences,
-        tokens=memory.tokens[: slots * beam],
-        scores=scores,
-        ancestry=memory.ancestry,
-        past_tokens=memory.past_tokens,
-        past_scores=memory.past_scores,
-        hypothesis_tokens=memory.hypothesis_tokens,
-        hypothesis_scores=memory.hypothesis_scores,
-        lengths=memory.lengths,
-        totals=memory.totals,
-        reports=steps.progress.reports,
-        beam=beam,
-        groups=options.groups,
-        diversity=options.diversity,
-        eos=options.eos,
-        length_penalty=options.length_penalty,
-        stopping=int(options.stopping),
-    )
+        max_len = int(source.max_lens.max())
+        self.table = decoder.table_rows(max_len + 1)
+        forced = [each.forced for each in batches if each.forced is not None]
+        # The last step ends a hypothesis, whatever is forced.
+        most_forced = max_len + (not options.forces_eos)
+        self.after_forced = min(max((x.shape[1] for x in forced), default=0), most_forced)
+        self.min_len_from = self.after_forced
+        if self.has_prompts:
+            self.min_len_from = int(np.diff(source.cu_seqlens).max()) - 1
+        self._open(batches, max_len)
 
+    def _open(self, batches: Sequence[SearchBatch], max_len: int) -> None:
+        """Allocate the buffers."""
+        source, beam, device = self.source, self.options.beam, self.device
+        longest = int(np.diff(source.cu_seqlens).max())
+        # One position more than the last step has: prompts that fill a bucket write there.
+        positions = max_len + 2
+        if self.encoder is None:  # its hypotheses usually reach max_len
+            positions = max(positions, prompts.room(longest, device) + 1)
+        else:
+            positions = min(positions, max(expected_length(longest), self.after_forced) + 2)
+        most = max(most_rows(self.decoder, positions) // beam, 1)
+        self.rows = first_bucket(min(source.largest_batch, most) * beam, device)
+        slots = self.rows // beam
+        bounds = source.batches
+        if self.encoder is None:
+            bounds = np.arange(source.sentences + 1)
+            part = min(slots, source.sentences)
+            read = int((source.cu_seqlens[part:] - source.cu_seqlens[:-part]).max())
+        else:
+            part, read = source.largest_batch, source.most_tokens(bounds)
+        sizes = Sizes(self.rows, positions, source.sentences, source.sentences * beam, part, read)
+        self.memory = self.steps.open(self.encoder, self.decoder, source, sizes)
+        self.in_slot = np.full(slots, -1)
+        self.began, self.ends_by, self.first_step, self.first_place = np.zeros((4, slots), np.int64)
+        self.moved: np.ndarray | None = None
+        self.launched = self.waiting = self.encoded = 0
+        self.forced = prompts.keep_forced(
+            self.memory, batches, source.batches, self.after_forced, self.options.pad
+        )
+        self.left = np.diff(source.batches)
+        self.longest = np.ones_like(self.left)
+        self.reported = np.ones(len(self.left), bool)
 
-def _compact(memory: SearchBuffers, positions: int, slots: int, beam: int) -> None:
-    """Move the unfinished sentences to the first ``slots`` slots; keys and values do not move."""
-    kept = (memory.sentences < 0).int().argsort(stable=True)[:slots]
-    rows = (kept[:, None] * beam + torch.arange(beam, device=kept.device)).flatten()
-    memory.sentences[:slots] = memory.sentences[kept]
-    memory.sentences[slots:] = -1
-    for of_rows in (memory.tokens, memory.scores, memory.starts):
-        of_rows[: len(rows)] = of_rows[rows]
-    memory.ancestry[:positions, : len(rows)] = memory.ancestry[:positions, rows]
+    def results(self, rng: Tensor | None) -> list[list[list[LazyHypothesis]]]:
+        """See `search`."""
+        source, options = self.source, self.options
+        if rng is not None:
+            self.memory.rng.copy_(rng)
+        self.steps.progress.begin()
+        self.found = [Results(int(size), options.beam) for size in self.left]
+        while True:
+            running = int((self.in_slot >= 0).sum())
+            free = len(self.in_slot) - running
+            # Without a forced eos, all sentences must be at the same step.
+            if self.waiting < source.sentences and (
+                not running or (options.forces_eos and free * _REFILL >= len(self.in_slot))
+            ):
+                self._refill()
+            elif not running:
+                break
+            elif self.waiting == source.sentences:
+                rows = bucket(running * options.beam, self.device)
+                if rows < self.rows:
+                    self._compact(rows)
+            if (self.in_slot >= 0).any():
+                self._step()
+        found = [each.read() for each in self.found]
+        self.steps.end()
+        return found
+
+    def _refill(self) -> None:
+        """Begin the next sentences in the free slots."""
+        source, memory, beam = self.source, self.memory, self.options.beam
+        is_first = self.waiting == 0
+        free = np.flatnonzero(self.in_slot < 0)
+        count = min(len(free), source.sentences - self.waiting)
+        if self.encoder is None and not is_first:
+            count = 1 << (count.bit_length() - 1)  # few graphs, each for a number of prompts
+        part = source.part(self.waiting, self.waiting + count)
+        slots, sentences = free[:count], np.arange(part.first, part.first + count)
+        first_place, tokens = np.zeros(count, np.int64), np.full(count, self.first)
+        finished = np.zeros(count, bool)
+        if self.encoder is None:
+            first_place, tokens = part.lengths - 1, part.tokens[part.boundaries[1:] - 1]
+        if self.has_prompts:
+            finished = prompts.finished(part, self.options.eos)
+        self.began[slots], self.first_place[slots] = self.launched, first_place
+        self.first_step[slots] = first_place if self.prompt == 0 else self.prompt
+        last_step = source.max_lens[sentences]
+        self.ends_by[slots] = self.launched + last_step - self.first_step[slots] + 1
+        self.in_slot[slots] = np.where(finished, -1, sentences)
+        self.waiting += count
+
+        rows = (slots[:, None] * beam + np.arange(beam)).ravel()
+        # At first all hypotheses of a sentence are equal: only one per group may have
+        # continuations, or all of them when sampling.
+        scores = np.full((count, beam), -np.inf, np.float32)
+        scores[:, : beam if self.options.sampled else self.options.groups] = 0.0
+        scores[finished] = -np.inf
+        values = {
+            "tokens": tokens.repeat(beam).astype(np.int32),
+            "scores": scores.ravel(),
+            "steps": self.first_step[slots].repeat(beam).astype(np.int32),
+            "last_steps": last_step.repeat(beam).astype(np.int32),
+            "places": first_place.repeat(beam).astype(np.int32),
+        }
+        if is_first:
+            memory.host["tokens"].fill(self.first)
+            memory.host["scores"].fill(-np.inf)
+            memory.host["sentences"][slots] = self.in_slot[slots]
+            for name, each in values.items():
+                memory.host[name][rows] = each
+        else:
+            memory.start(slots, self.in_slot[slots], rows, values)
+        if self.encoder is None:
+            self._prefill(part, free if is_first else slots, is_first)
+        else:
+            self._encode(is_first)
+
+    def _prefill(self, part: SourcePart, slots: np.ndarray, is_first: bool) -> None:
+        """Let the decoder read the prompts of a part, in the first of these slots."""
+        self._send(part, slots, is_first)
+        prompts.prefill(
+            self.steps, self.decoder, part, len(slots), self.options, self.table, self.has_prompts
+        )
+        finished = prompts.finished(part, self.options.eos)
+        if self.has_prompts and finished.any():
+            sentences = np.arange(part.first, part.first + len(finished))
+            self._end(sentences[finished], part.lengths[finished] - 1, is_reported=False)
+
+    def _encode(self, is_first: bool) -> None:
+        """Let the encoder read the batches of all sentences that have begun."""
+        bounds = self.source.batches
+        while bounds[self.encoded] < self.waiting:
+            first, end = bounds[self.encoded : self.encoded + 2]
+            part = self.source.part(int(first), int(end))
+            self._send(part, None, is_first)
+            start = int(self.source.cu_seqlens[first])
+            self.steps.encode(self.encoder, self.decoder, part, start)
+            self.encoded += 1
+            is_first = False
+
+    def _send(self, part: SourcePart, slots: np.ndarray | None, is_first: bool) -> None:
+        memory = self.memory
+        if not is_first:
+            memory.next_source()
+        part.write(memory.host)
+        if slots is not None:
+            memory.host["source_slots"][: len(slots)] = slots
+        if is_first:
+            memory.send()
+        else:
+            memory.send_source()
+
+    def _step(self) -> None:
+        """Launch a step, and learn which sentences have ended."""
+        options, running = self.options, self.in_slot >= 0
+        place = int((self.first_place + self.launched - self.began)[running].max())
+        if place > self.memory.positions - 2:
+            for each in self.found:
+                each.wait()
+            self.steps.make_room(self.memory.rows, place + 2, place)
+        now = self.first_step + self.launched - self.began
+        follows = self.forced is not None and bool((now[running] < self.after_forced).any())
+        ends_all = not options.forces_eos and self.launched + 1 == self.ends_by[running].max()
+        step = Step(self.rows, options, self.min_len_from, self.prompt, follows, ends_all)
+        forced = self.forced if follows else None
+        # Sizes that a graph knows, beside those of the buffers.
+        sizes = None if forced is None else forced.shape, len(self.memory.lengths) * ends_all
+        run = functools.partial(step.run, self.steps, self.decoder, forced)
+        self.steps.launch((step, self.table, *sizes), run)
+        self.launched += 1
+        number, ended_at = self.steps.progress.ended()
+        ended_at = ended_at[: len(running)] if self.moved is None else ended_at[self.moved]
+        self.moved = None
+        reported = running & (ended_at == number) & (self.began < number)
+        due = running & ~reported & (self.ends_by <= self.launched)
+        for ended, steps, is_reported in ((reported, number, True), (due, self.ends_by, False)):
+            if ended.any():
+                lengths = self.first_place + steps - self.began
+                sentences = self.in_slot[ended]
+                self.in_slot[ended] = -1
+                self._end(sentences, lengths[ended], is_reported)
+
+    def _end(self, sentences: np.ndarray, lengths: np.ndarray, is_reported: bool) -> None:
+        """These sentences have ended: fetch the results of a batch that is complete.
+
+        lengths: the most tokens of their results. is_reported: whether the host knows that their
+        last step has run.
+        """
+        batches = np.searchsorted(self.source.batches, sentences, side="right") - 1
+        np.subtract.at(self.left, batches, 1)
+        np.maximum.at(self.longest, batches, lengths)
+        self.reported[batches] &= is_reported
+        for batch in np.unique(batches[self.left[batches] == 0]).tolist():
+            # A step writes its report only after its results are visible to the whole GPU. So what
+            # is reported can be read while later steps run.
+            stream = self.steps.progress.beside(not self.reported[batch])
+            first, positions = int(self.source.batches[batch]), int(self.longest[batch])
+            self.found[batch].fetch(self.memory, first, positions, stream)
+
+    def _compact(self, rows: int) -> None:
+        """Move the sentences of the last slots to free slots among the first ones.
+
+        Keys and values do not move: a sentence reads them where they are. So no sentence may write
+        there, and the sentences of the first slots must stay.
+        """
+        memory, beam, running = self.memory, self.options.beam, self.in_slot >= 0
+        slots = np.arange(rows // beam)
+        moved = np.flatnonzero(running[len(slots) :]) + len(slots)
+        slots[np.flatnonzero(~running[: len(slots)])[: len(moved)]] = moved
+        positions = int((self.first_place + self.launched - self.began)[running].max())
+        kept = memory.sent(slots).long()
+        old = (kept[:, None] * beam + torch.arange(beam, device=kept.device)).flatten()
+        memory.sentences[: len(kept)] = memory.sentences[kept]
+        memory.sentences[len(kept) :] = -1
+        of_rows = memory.tokens, memory.scores, memory.steps, memory.last_steps, memory.places
+        for each in of_rows:
+            each[: len(old)] = each[old]
+        memory.ancestry[:positions, : len(old)] = memory.ancestry[:positions, old]
+        # The last rows, of no slot, write where no sentence has anything.
+        memory.places[len(old) : rows] = positions
+        memory.ancestry[:positions, len(old) : rows] = 0
+        self.rows, self.in_slot = rows, self.in_slot[slots]
+        self.began, self.ends_by = self.began[slots], self.ends_by[slots]
+        self.first_step, self.first_place = self.first_step[slots], self.first_place[slots]
+        if self.steps.progress.is_delayed:
+            self.moved = slots  # the next report is of a step before

@@ -2,37 +2,46 @@
 
 The position is the outermost dimension, so a step writes one contiguous range. Nothing moves when
 hypotheses are reordered: the entry of hypothesis n at position p is in row ancestry[p, n].
-One allocation serves batches of many short and of few long sentences. It has one cell for each pair
-of position and row, and its cells are reassigned for every batch. The inputs of a batch are written
-by the host into one block, which is copied to the device as a whole.
+One allocation serves searches of many short and of few long sentences. It has one cell for each
+pair of position and row, and its cells are reassigned for every search. The inputs of a search are
+written by the host into one block, which is copied to the device as a whole.
 
-Shapes: P = positions and R = rows of the current batch, L = layers, C = model width, T = packed
-source tokens, B = sentences, S = padded source length; a dot is a size with spare room. A slot is
-the ``beam`` adjacent rows of one sentence.
+Shapes: P = positions and R = rows of the current search, L = layers, C = model width, T = packed
+source tokens of all sentences, B = sentences, H = B * beam results, S = padded source length; a dot
+is a size with spare room. A slot is the ``beam`` adjacent rows of one sentence.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.ops.beam_search import Progress
+from lightseq_fairseq.ops.beam_advance import Progress
 
-_PER_CELL = {
-    "ancestry": torch.int32,
-    "past_tokens": torch.int32,
-    "past_scores": torch.float32,
-    "hypothesis_tokens": torch.int32,
-    "hypothesis_scores": torch.float32,
-}
-_PER_ROW = ("tokens", "scores", "starts", "sentences", "lengths", "totals")
-_IN_BLOCK = ("progress", *_PER_ROW, "cu_seqlens", "source_tokens", "source_positions")
-_REAL = ("scores", "totals")  # float32 parts of the block; the others are int32
+_PER_CELL = {"ancestry": torch.int32, "past_tokens": torch.int32, "past_scores": torch.float32}
+_PER_ROW = ("tokens", "scores", "sentences", "steps", "last_steps", "places")
+_OF_RESULTS = {"hypothesis_tokens": torch.int32, "hypothesis_scores": torch.float32}
+_PER_RESULT = {"lengths": torch.int32, "totals": torch.float32}
+_OF_SOURCE = ("boundaries", "source_tokens", "source_positions", "source_slots")
+_IN_BLOCK = ("progress", *_PER_ROW, "cu_seqlens", *_OF_SOURCE)
+_REAL = ("scores",)  # float32 parts of the block; the others are int32
 _ALIGNED = 64  # 4-byte elements: the alignment of each part of an allocation
+
+
+class Sizes(NamedTuple):
+    """How many there are in a search of: rows, positions of the cache, sentences, and results; in
+    the largest part of the source that is read at a time: sentences and packed tokens."""
+
+    rows: int
+    positions: int
+    sentences: int
+    results: int = 0
+    read_sentences: int = 0
+    read_tokens: int = 0
 
 
 class SearchBuffers:
@@ -47,17 +56,18 @@ class SearchBuffers:
     Attributes:
         positions, rows: P and R.
         cache: [P, L, 2, R, C], keys and values of self-attention.
-        ancestry, past_tokens, hypothesis_tokens: int32 [P, R].
-        past_scores, hypothesis_scores: float32 [P, R].
-        tokens, lengths: int32 [R]. scores, totals: float32 [R].
-        starts: int32 [R], the position of the first token of each row.
+        ancestry, past_tokens: int32 [P, R]. past_scores: float32 [P, R].
+        tokens, steps, last_steps, places: int32 [R]. scores: float32 [R].
         sentences: int32 [R], the sentence of each slot, -1 for none.
+        hypothesis_tokens int32, hypothesis_scores float32 [H, P], lengths int32, totals float32
+            [H]: the results.
         source: [., L, 2, C], keys and values of cross attention, in the first T rows.
         cu_seqlens: int32 [.], boundaries of the sentences in ``source``; T after the last one.
-        source_tokens, source_positions: int32 [.], the packed source, which the encoder reads, or
-            the packed prompts.
+        source_tokens, source_positions: int32 [.], the packed part of the source that the encoder
+            reads, or the packed prompts that the decoder reads. boundaries: int32 [.], of the
+            sentences in it. source_slots: int32 [.], the slot of each prompt.
         columns: int32 [., S], row of ``source`` for each padded source position, -1 at pads.
-        progress: int32 [5], see ``ops.beam_search.Progress``. step: its STEP, a view.
+        progress: int32, see ``ops.beam_advance.Progress``.
         host: name -> numpy array on the host; ``send`` copies each to the tensor of that name.
         rng: int64 [2], for sampling.
         moved: whether any tensor was reallocated since the user last set this to False.
@@ -68,12 +78,16 @@ class SearchBuffers:
     past_scores: Tensor
     hypothesis_tokens: Tensor
     hypothesis_scores: Tensor
+    boundaries: Tensor
     source_tokens: Tensor
     source_positions: Tensor
+    source_slots: Tensor
     tokens: Tensor
     scores: Tensor
-    starts: Tensor
     sentences: Tensor
+    steps: Tensor
+    last_steps: Tensor
+    places: Tensor
     lengths: Tensor
     totals: Tensor
     cu_seqlens: Tensor
@@ -85,109 +99,158 @@ class SearchBuffers:
         self.moved = True
         self._flat: dict[str, Tensor] = {}
         self._cells = 0
-        self._dealt: tuple[int, ...] | None = None
-        self.rng = self._take("rng", 2, torch.int64)
+        self._dealt: Sizes | None = None
+        self.rng = self.take("rng", 2, torch.int64)
 
     @property
     def nbytes(self) -> int:
         return sum(flat.nbytes for flat in self._flat.values())
 
-    def open(self, rows: int, positions: int, cu_seqlens: np.ndarray, room: int) -> None:
-        """Assign the cells for a batch, and initialise ``host`` without hypotheses or tokens.
+    def open(self, sizes: Sizes, cu_seqlens: np.ndarray, read: int) -> None:
+        """Assign the cells for a search, and initialise ``host`` without hypotheses or tokens.
 
-        rows, positions: R, and the least P. cu_seqlens: integers [B + 1]. room: rows of
-        ``source_tokens``, T or more; 0 if the encoder has run already.
+        sizes: of positions the least. cu_seqlens: integers [B + 1]. read: rows of ``source``, at
+        least T; 0 for a decoder without a source.
         """
-        self._deal(rows, positions, max(rows, len(cu_seqlens)) + 1, room)
-        tokens = int(cu_seqlens[-1])
-        # Rounded up, so that a slightly larger batch needs no new allocation.
-        read, numbers = _power(tokens) * self.reads_source, self.layers * 2 * self.width
-        flat = self._take("source", read * numbers, self.dtype)
+        self._deal(sizes)
+        numbers = self.layers * 2 * self.width
+        # Rounded up, so that a slightly larger search needs no new allocation.
+        flat = self.take("source", power(read) * self.reads_source * numbers, self.dtype)
         self.source = flat.view(len(flat) // numbers, self.layers, 2, self.width)
-        pinned = self.device.type == "cuda"
-        self._sent = torch.empty(len(self._block), dtype=torch.int32, pin_memory=pinned)
+        self.lengths.zero_()
+        self._sent = self._staged(len(self._block))
         block = self._sent.numpy()
         block.fill(0)  # numpy uses this thread only; waking torch's threads would take longer
         self.host: dict[str, np.ndarray] = self._parts_of(block, np.float32)
         self.host["sentences"].fill(-1)
-        self.host["cu_seqlens"].fill(tokens)
+        self.host["cu_seqlens"].fill(cu_seqlens[-1])
         self.host["cu_seqlens"][: len(cu_seqlens)] = cu_seqlens
 
+    def _staged(self, size: int) -> Tensor:
+        """Memory of the host for ``size`` numbers, which the device can copy."""
+        return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
     def send(self) -> None:
-        """Copy ``host`` to the device; called once per batch."""
+        """Copy ``host`` to the device; called once per search."""
         self._block.copy_(self._sent, non_blocking=True)
 
-    def keep_source(self, keys_and_values: Tensor) -> None:
-        """Write [T, L * 2 * C] into ``source``; this completes the inputs of a batch."""
-        self.source[: len(keys_and_values)].view_as(keys_and_values).copy_(keys_and_values)
+    def send_source(self) -> None:
+        """Copy the next part of the source to the device, after `next_source` and a change of
+        ``host``."""
+        start = self._places[_OF_SOURCE[0]].start
+        self._block[start:].copy_(self._sent[start:], non_blocking=True)
 
-    def prompt_places(self, slots: int, beam: int) -> tuple[Tensor, Tensor]:
-        """Position in the cache and slot, int64 [T], of each token of the packed prompts.
+    def next_source(self) -> None:
+        """Make the host's memory new for the next part of the source."""
+        self._sent = self._staged(len(self._block))
+        block = self._sent.numpy()
+        block.fill(0)
+        self.host = self._parts_of(block, np.float32)
 
-        Rows after the last prompt get the last position of slot 0, which a later step overwrites
-        before any step reads it.
+    def keep_source(self, keys_and_values: Tensor, first: int = 0) -> None:
+        """Write [T, L * 2 * C] into ``source``, from row ``first`` on."""
+        to = self.source[first : first + len(keys_and_values)]
+        to.view_as(keys_and_values).copy_(keys_and_values)
+
+    def prompt_places(self, count: int, prompts: int) -> tuple[Tensor, Tensor]:
+        """Position and number of the prompt, int64 [count], of each token of the packed prompts.
+
+        Tokens after the last prompt get the last position of prompt 0, which nothing reads.
         """
-        tokens = torch.arange(len(self.source_tokens), dtype=torch.int32, device=self.device)
-        slot = torch.searchsorted(self.cu_seqlens[1 : slots + 1], tokens, right=True)
-        missing = slot == slots
-        slot = slot.masked_fill_(missing, 0)
-        places = self.source_positions.long() + self.starts[slot * beam]
-        return places.masked_fill_(missing, self.positions - 1), slot
+        tokens = torch.arange(count, dtype=torch.int32, device=self.device)
+        prompt = torch.searchsorted(self.boundaries[1 : prompts + 1], tokens, right=True)
+        missing = prompt == prompts
+        positions = self.source_positions[:count].long().masked_fill_(missing, self.positions - 1)
+        return positions, prompt.masked_fill_(missing, 0)
+
+    def start(
+        self, slots: np.ndarray, sentences: np.ndarray, rows: np.ndarray,
+        values: dict[str, np.ndarray],
+    ) -> None:  # fmt: skip
+        """Begin sentences in slots; both integers [n].
+
+        rows: of these slots, integers [n * beam]. values: names of tensors with a number for each
+        row -> their numbers, 4 bytes each, [n * beam].
+        """
+        parts = [slots, sentences, rows, *(each.view(np.int32) for each in values.values())]
+        sizes = [len(each) for each in parts]
+        at, numbers, of_rows, *new = self.sent(np.concatenate(parts)).split(sizes)
+        self.sentences[at.long()] = numbers
+        of_rows = of_rows.long()
+        for name, each in zip(values, new, strict=True):
+            to = getattr(self, name)
+            to[of_rows] = each.view(to.dtype)
+
+    def sent(self, numbers: np.ndarray) -> Tensor:
+        """Integers on the device, as int32."""
+        staged = self._staged(len(numbers))
+        staged.numpy()[:] = numbers
+        return staged.to(self.device, non_blocking=True)
 
     def place_columns(self, index: Tensor, shape: tuple[int, int]) -> None:
         """Fill ``columns``: packed token t is at index[t] of the flattened padded source."""
-        places = self._take("columns", max(shape[0] * shape[1], 1), torch.int32).fill_(-1)
+        places = self.take("columns", max(shape[0] * shape[1], 1), torch.int32).fill_(-1)
         places[index] = torch.arange(len(index), dtype=torch.int32, device=places.device)
         self.columns = places[: len(places) // shape[1] * shape[1]].view(-1, shape[1])
 
     def resize(self, rows: int, positions: int, used: int) -> None:
         """Reallocate with more rows or positions; the first ``used`` positions are copied."""
+        assert self._dealt is not None
         old = {name: getattr(self, name)[:used] for name in ("cache", *_PER_CELL)}
-        for name in ("cache", "cells", "block"):
+        old |= {name: getattr(self, name)[:, :used] for name in _OF_RESULTS}
+        for name in ("cache", "cells", "block", *_OF_RESULTS):
             del self._flat[name]
         old |= self._parts_of(self._block, torch.float32)
-        self._cells, self._dealt = 0, None
-        self._deal(rows, positions, len(self.cu_seqlens), len(self.source_tokens))
+        sizes, self._cells, self._dealt = self._dealt, 0, None
+        self._deal(sizes._replace(rows=rows, positions=positions))
         self.sentences.fill_(-1)
         for name, kept in old.items():
             getattr(self, name)[tuple(map(slice, kept.shape))].copy_(kept)
 
-    def _deal(self, rows: int, positions: int, boundaries: int, room: int) -> None:
-        """Make the tensors of a batch, unless those of the previous batch have the same shapes."""
+    def _deal(self, sizes: Sizes) -> None:
+        """Make the tensors of a search, unless those of the previous one have the same shapes."""
+        rows, positions, sentences, results, parts, tokens = sizes
+        positions = -(-positions // _ALIGNED) * _ALIGNED  # few numbers, since each needs graphs
         self._cells = max(self._cells, rows * positions)
-        shapes = rows, self._cells, boundaries, room
-        if shapes == self._dealt:
+        self.rows, self.positions = rows, positions
+        self.layout = sentences, parts, tokens
+        sizes = sizes._replace(positions=positions)
+        if sizes == self._dealt:
             return
-        self._dealt = shapes
-        self.rows, self.positions = rows, self._cells // rows
+        self._dealt = sizes
         shape = (self.positions, self.layers, 2, rows, self.width)
         numbers = self.layers * 2 * self.width
-        flat = self._take("cache", self._cells * numbers, self.dtype)
+        flat = self.take("cache", self._cells * numbers, self.dtype)
         self.cache = flat[: self.positions * rows * numbers].view(shape)
         apart, kinds = _aligned(self._cells), len(_PER_CELL)
-        flat = self._take("cells", kinds * apart, torch.int32)
-        parts = flat.as_strided((kinds, self.positions, rows), (apart, rows, 1)).unbind()
-        for (name, dtype), part in zip(_PER_CELL.items(), parts, strict=True):
-            setattr(self, name, part.view(dtype))
-        # The offset of a part depends only on R (for source_positions also on the room), so a graph
-        # captured for these sizes finds it at the same address in every batch.
-        sizes = (len(Progress), *[rows] * len(_PER_ROW), boundaries, room, room)
-        *starts, end = itertools.accumulate(map(_aligned, sizes), initial=0)
+        flat = self.take("cells", kinds * apart, torch.int32)
+        cells = flat.as_strided((kinds, self.positions, rows), (apart, rows, 1)).unbind()
+        for (name, dtype), cell in zip(_PER_CELL.items(), cells, strict=True):
+            setattr(self, name, cell.view(dtype))
+        for name, dtype in _OF_RESULTS.items():
+            flat = self.take(name, power(results) * self.positions, dtype)
+            setattr(self, name, flat[: results * self.positions].view(results, self.positions))
+        for name, dtype in _PER_RESULT.items():
+            setattr(self, name, self.take(name, power(results), dtype)[:results])
+        # The offset of a part depends only on R, and for those of the source also on their sizes.
+        # So a graph captured for these sizes finds it at the same address in every search.
+        lengths = (len(Progress), *[rows] * len(_PER_ROW), sentences + 1, parts + 1, tokens, tokens,
+                   parts)  # fmt: skip
+        *starts, end = itertools.accumulate(map(_aligned, lengths), initial=0)
         self._places = {
             name: slice(start, start + size)
-            for name, start, size in zip(_IN_BLOCK, starts, sizes, strict=True)
+            for name, start, size in zip(_IN_BLOCK, starts, lengths, strict=True)
         }
-        self._block = self._take("block", _power(end), torch.int32)[:end]
+        self._block = self.take("block", power(end), torch.int32)[:end]
         for name, part in self._parts_of(self._block, torch.float32).items():
             setattr(self, name, part)
-        self.step = self.progress[Progress.STEP]
 
     def _parts_of(self, block: Any, real: Any) -> dict[str, Any]:
         """Name -> part of ``block``, a tensor or a numpy array; ``real``: its float32 dtype."""
         parts = {name: block[place] for name, place in self._places.items()}
         return parts | {name: parts[name].view(real) for name in _REAL}
 
-    def _take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+    def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of at least ``size`` elements: the existing one, or new zeros."""
         flat = self._flat.get(name)
         if flat is None or len(flat) < size:
@@ -200,6 +263,6 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def _power(size: int) -> int:
+def power(size: int) -> int:
     """The smallest power of two that is at least ``size``."""
     return 1 << max(size - 1, 0).bit_length()

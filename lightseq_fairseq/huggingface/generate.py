@@ -167,8 +167,8 @@ def _searched(
     if any(len(each) < count for each in hypotheses):
         raise NotCovered("a sentence has fewer results than num_return_sequences")
     best = [hypothesis for each in hypotheses for hypothesis in each[:count]]
-    firsts = input_ids[::beam, :1].cpu().repeat_interleave(count, 0)
-    rows = [torch.cat((first, h["tokens"])) for first, h in zip(firsts, best, strict=True)]
+    prompts = input_ids[::beam].cpu().repeat_interleave(count, 0)
+    rows = [torch.cat((prompt, h["tokens"])) for prompt, h in zip(prompts, best, strict=True)]
     sequences = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=asked.filling)
     sequences = sequences.to(input_ids.device)
     if not returns_dict:

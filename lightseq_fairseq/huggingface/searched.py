@@ -18,6 +18,7 @@ from lightseq_fairseq.generation.decoder import StepDecoder
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import LazyHypothesis
 from lightseq_fairseq.generation.search import search
+from lightseq_fairseq.generation.source import SearchBatch
 from lightseq_fairseq.generation.turns import Turns
 from lightseq_fairseq.huggingface.asked import Asked
 from lightseq_fairseq.huggingface.calls import check_attention, check_whole, rates_of, read_copies
@@ -83,9 +84,8 @@ class Searched(nn.Module):
         """
 
     def _found(
-        self, tokens: Tensor, options: SearchOptions, first: int, max_len: int, positions: int,
-        forced: Tensor | None,
-    ) -> list[list[LazyHypothesis]]:  # fmt: skip
+        self, batch: SearchBatch, options: SearchOptions, first: int
+    ) -> list[list[LazyHypothesis]]:
         """What the search finds; its arguments are those of ``generation.search``."""
         device, rng = self._matrix.device, None
         if options.sampled:  # from the device's generator, as there
@@ -93,10 +93,7 @@ class Searched(nn.Module):
             rng[:1].random_()
         try:
             with torch.autocast(device.type, enabled=False):
-                return search(
-                    self.steps, self.source, self, tokens, options, first, max_len, positions, rng,
-                    forced,
-                )  # fmt: skip
+                return search(self.steps, self.source, self, [batch], options, first, rng)[0]
         except GPUHangs:
             raise
         except UserError:

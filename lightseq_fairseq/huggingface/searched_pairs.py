@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.generation.decoder import bucket
-from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import LazyHypothesis
+from lightseq_fairseq.generation.source import SearchBatch
 from lightseq_fairseq.huggingface.asked import Asked
 from lightseq_fairseq.huggingface.covered import NotCovered
 from lightseq_fairseq.huggingface.searched import Searched, real_tokens
@@ -87,10 +87,7 @@ class SearchedPairs(Searched):
             dtype = self._read(asked.max_len + 1, bias)
             segments = Segments.from_mask(real.bool().to(device), int(real.sum()))
             self.source.keep(segments.pack(features.to(device)).to(dtype))
-            return self._found(
-                real, options, starts[0][0], asked.max_len, expected_length(real.shape[1]),
-                forced,
-            )  # fmt: skip
+            return self._found(SearchBatch(real, asked.max_len, forced), options, starts[0][0])
 
     def _rows_of(self, tokens: Tensor, positions: Tensor) -> Tensor:
         rows = super()._rows_of(tokens, positions)

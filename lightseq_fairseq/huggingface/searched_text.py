@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import LazyHypothesis
+from lightseq_fairseq.generation.source import SearchBatch
 from lightseq_fairseq.huggingface.asked import Asked
 from lightseq_fairseq.huggingface.covered import NotCovered
 from lightseq_fairseq.huggingface.searched import Searched, real_tokens
@@ -52,7 +53,10 @@ class SearchedText(Searched):
         device = self.family.weight(self.decoder).device
         with self._turns.turn(device):
             self._read(length, bias)
-            return self._found(
-                ids.masked_fill(real == 0, self.padding_idx), options, 0, asked.max_len,
-                asked.max_len + 1, ids,
-            )  # fmt: skip
+            prompts = ids.masked_fill(real == 0, self.padding_idx)
+            batch = SearchBatch(prompts, asked.max_len, end_together=True)
+            found = self._found(batch, options, 0)
+        for hypotheses, count in zip(found, real.sum(1).tolist(), strict=True):
+            for hypothesis in hypotheses:  # without the prompt
+                hypothesis["tokens"] = hypothesis["tokens"][count - 1 :]
+        return found

@@ -6,7 +6,8 @@ Reordering hypotheses copies no cache, tokens or scores: position p of hypothesi
 ancestry[p, n], as in `decode_attention`, and only ancestry is reordered.
 
 Shapes: S = slots, each of which decodes one sentence in `beam` adjacent rows; N = S * beam rows;
-W = candidates per row; P = positions and R >= N rows of the buffers that all steps share.
+W = candidates per row; P = positions and R >= N rows of the buffers that all steps share; H = room
+for results, `beam` for each sentence.
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .beam_search import Progress, check_slots
+from .beam_search import check_slots
 from .checks import check_tensor
 from .registry import Written, define
 
 
+class Progress(IntEnum):
+    """Indices into the progress of a search, int32 [len(Progress)] on the device."""
+
+    COUNT = 0  # steps since the search began
+    SCRATCH = 1  # scratch space of a kernel, zero between launches
+
+
 class Stopping(IntEnum):
-    """When a sentence has ended, besides at MAX_LEN, and which hypotheses are its results.
+    """When a sentence has ended, besides at its last step, and which hypotheses are its results.
 
     FIRST is fairseq's rule. The others are those of transformers: a sentence's results are the
-    `beam` best of all that finished, and at MAX_LEN eos counts as 0 in a score.
+    `beam` best of all that finished, and at the last step eos counts as 0 in a score.
     """
 
     FIRST = 0  # `beam` hypotheses have finished; the first ones are the results
@@ -40,28 +48,35 @@ class BeamAdvance(NamedTuple):
 
     candidate_scores float32, candidate_tokens int32 [N, W]: from `beam_candidates` (W = 2 * beam)
     or from `beam_sample` (W = 1: each row continues with its own token).
+    last_steps int32 [N]: the step at which the hypotheses of the slot must end.
     groups: must divide beam; above 1, diverse beam search (Vijayakumar et al. 2018), see `_merge`.
     The op writes progress (see `Progress`) and the following tensors.
     sentences int32 [S]: sentence of each slot. Set to -1 when the sentence has ended (`stopping`, a
     `Stopping`). Slots with a negative number are skipped.
+    steps, places int32 [N]: the step, and the position of the newest tokens in the buffers, from 0;
+    the same in all rows of a slot. They stay where they are when the sentence has ended.
     tokens int32, scores float32 [N]: newest token and score of each row; the score is -inf in rows
     that decode nothing.
     ancestry, past_tokens int32, past_scores float32 [P, R]: ancestry as above; tokens and scores
     of earlier steps.
-    Results of sentence b are the columns b * beam + i of hypothesis_tokens int32 and
-    hypothesis_scores float32 [P, R] (cumulative score at each token, eos last), lengths int32 [R]
-    (tokens with eos; 0: no result yet) and totals float32 [R]: score / length ** length_penalty,
-    where the first PROMPT tokens do not count for the length.
-    reports int32 [2, 2], contiguous, on the CPU, in pinned memory if the rest is on a GPU: after n
-    steps, row n % 2 is set to (n, UNFINISHED) by one store. When the host sees this report, the
-    results of these steps are complete: another stream may read them at once.
+    Results of sentence b are the rows b * beam + i of hypothesis_tokens int32 and
+    hypothesis_scores float32 [H, P] (cumulative score at each token, eos last), lengths int32 [H]
+    (tokens with eos; 0: no result yet) and totals float32 [H]: score / (step + 1 - prompt) **
+    length_penalty.
+    reports int32 [1 + S or more], on the CPU, in pinned memory if the rest is on a GPU: the first
+    is set to the number of steps, COUNT, and that of a slot whose sentence has ended (after the
+    first one) to the same number. When the host sees the number of a step, the results of this
+    step are complete: another stream may read them at once.
     An eos counts only among the first `beam` candidates.
     """
 
     candidate_scores: Tensor
     candidate_tokens: Tensor
+    last_steps: Tensor
     progress: Written
     sentences: Written
+    steps: Written
+    places: Written
     tokens: Written
     scores: Written
     ancestry: Written
@@ -78,6 +93,7 @@ class BeamAdvance(NamedTuple):
     eos: int
     length_penalty: float
     stopping: int
+    prompt: int = 0
 
     def check(self, op: str) -> None:
         like, integer, real = self.candidate_scores, (torch.int32,), (torch.float32,)
@@ -86,7 +102,11 @@ class BeamAdvance(NamedTuple):
         beam, groups, ancestry = self.beam, self.groups, self.ancestry
         check_tensor(op, "candidate_tokens", self.candidate_tokens, (rows, width), integer, like)
         check_tensor(op, "progress", self.progress, (len(Progress),), integer, like)
-        check_tensor(op, "tokens", self.tokens, (rows,), integer, like)
+        for name, each in (
+            ("last_steps", self.last_steps), ("steps", self.steps), ("places", self.places),
+            ("tokens", self.tokens),
+        ):  # fmt: skip
+            check_tensor(op, name, each, (rows,), integer, like)
         check_tensor(op, "scores", self.scores, (rows,), real, like)
         check_slots(op, self.sentences, beam, self.scores)
         if width not in (1, 2 * beam):
@@ -98,16 +118,20 @@ class BeamAdvance(NamedTuple):
         if self.stopping and (groups > 1 or width == 1):
             raise ValueError(f"{op}: groups and sampling need stopping = 0, got {self.stopping}")
         check_tensor(op, "ancestry", ancestry, ("P", "R"), integer, like)
-        for name, x, dtypes in (
-            ("past_tokens", self.past_tokens, integer),
-            ("hypothesis_tokens", self.hypothesis_tokens, integer),
-            ("past_scores", self.past_scores, real),
-            ("hypothesis_scores", self.hypothesis_scores, real),
-        ):
-            check_tensor(op, name, x, ancestry.shape, dtypes, like)
-        check_tensor(op, "lengths", self.lengths, ancestry.shape[1:], integer, like)
-        check_tensor(op, "totals", self.totals, ancestry.shape[1:], real, like)
-        check_tensor(op, "reports", self.reports, (2, 2), integer)
+        check_tensor(op, "past_tokens", self.past_tokens, ancestry.shape, integer, like)
+        check_tensor(op, "past_scores", self.past_scores, ancestry.shape, real, like)
+        check_tensor(op, "lengths", self.lengths, ("H",), integer, like)
+        room = self.lengths.shape
+        check_tensor(op, "totals", self.totals, room, real, like)
+        shape = (*room, ancestry.shape[0])
+        check_tensor(op, "hypothesis_tokens", self.hypothesis_tokens, shape, integer, like)
+        check_tensor(op, "hypothesis_scores", self.hypothesis_scores, shape, real, like)
+        check_tensor(op, "reports", self.reports, ("1 + S",), integer)
+        if len(self.reports) <= len(self.sentences):
+            raise ValueError(
+                f"{op}: reports must have more than {len(self.sentences)} numbers, got "
+                f"{len(self.reports)}"
+            )
         if self.reports.device.type != "cpu":
             raise ValueError(f"{op}: reports must be on the CPU, is on {self.reports.device}")
         if rows > ancestry.shape[1]:
@@ -115,34 +139,42 @@ class BeamAdvance(NamedTuple):
 
     def reference(self) -> None:
         progress, beam, lengths, ancestry = self.progress, self.beam, self.lengths, self.ancestry
-        step, max_len = int(progress[Progress.STEP]), int(progress[Progress.MAX_LEN])
-        prompt = progress[Progress.PROMPT]
+        count = int(progress[Progress.COUNT]) + 1
         slots = (self.sentences >= 0).nonzero()[:, 0]
         places = torch.arange(beam, device=slots.device)
         rows = slots[:, None] * beam + places
-        self.past_tokens[step, rows] = self.tokens[rows]
-        self.past_scores[step, rows] = self.scores[rows]
-        merged = _merge(_with_free_ends(self) if self.stopping and step >= max_len else self)
+        step, last_step, now = (
+            x[slots * beam].long() for x in (self.steps, self.last_steps, self.places)
+        )
+        self.past_tokens[now[:, None], rows] = self.tokens[rows]
+        self.past_scores[now[:, None], rows] = self.scores[rows]
+        merged = _merge(_with_free_ends(self) if self.stopping else self)
         best, words, parents = (x[slots] for x in merged)
         parents = slots[:, None] * beam + parents
 
-        # Store finished hypotheses as columns of the results.
+        # Store finished hypotheses as results.
         first = self.sentences[slots].long()[:, None] * beam
         ends = (words == self.eos) & (best > -torch.inf)
         counting = ends & (torch.arange(best.shape[1], device=best.device) < beam)
-        kept, result = _placed(self, counting, best, first + places)
-        columns, ending = (first + result)[kept], parents[kept]
-        lineage = torch.cat((ancestry[1:step, ending], ending[None].int())).long()
-        if step:
-            positions = torch.arange(1, step + 1, device=lineage.device)[:, None]
-            self.hypothesis_tokens[:step, columns] = self.past_tokens[positions, lineage]
-            self.hypothesis_scores[:step, columns] = self.past_scores[positions, lineage]
-        self.hypothesis_tokens[step, columns] = self.eos
-        self.hypothesis_scores[step, columns] = best[kept]
-        lengths[columns] = step + 1
-        self.totals[columns] = normalised(
-            best[kept], lengths[columns] - prompt, self.length_penalty
-        )
+        kept, result = _placed(self, counting, best, first + places, step)
+        which = kept.nonzero()[:, 0]
+        mine, ending, length = (first + result)[kept], parents[kept], now[which] + 1
+        # Position p of a result is the token of position p + 1 of the hypothesis.
+        position = torch.arange(int(length.max()) if len(length) else 0, device=slots.device)
+        next_one = torch.minimum(position + 1, length[:, None] - 1)
+        lineage = ancestry[next_one, ending[:, None]].long()
+        lineage = torch.where(next_one < length[:, None] - 1, lineage, ending[:, None])
+        here = position < length[:, None]
+        column, place = mine[:, None].expand(here.shape)[here], position.expand(here.shape)[here]
+        last = (position == length[:, None] - 1)[here]
+        tokens = self.past_tokens[next_one, lineage][here].masked_fill(last, self.eos)
+        scores = self.past_scores[next_one, lineage][here]
+        self.hypothesis_tokens[column, place] = tokens
+        self.hypothesis_scores[column, place] = scores
+        self.hypothesis_scores[mine, length - 1] = best[kept]
+        lengths[mine] = length.int()
+        counted = step[which] + 1 - self.prompt
+        self.totals[mine] = normalised(best[kept], counted, self.length_penalty)
 
         # Continue with the best unfinished candidates. With sampling a finished row stays, with
         # score -inf.
@@ -150,22 +182,28 @@ class BeamAdvance(NamedTuple):
         parents = parents.gather(1, order)
         self.tokens[rows] = words.gather(1, order)
         self.scores[rows] = best.masked_fill(ends, -torch.inf).gather(1, order)
-        ancestry[:step, rows] = ancestry[:step, parents]
-        ancestry[step, rows] = parents.int()
+        longest = int(now.max()) if len(now) else 0
+        past = torch.arange(longest, device=slots.device)[:, None, None]
+        inherited = torch.where(
+            past < now[:, None], ancestry[:longest, parents], ancestry[:longest, rows]
+        )
+        ancestry[:longest, rows] = inherited
+        ancestry[now[:, None], rows] = parents.int()
 
         finished = (lengths[first + places] > 0).all(1)
         if self.stopping > Stopping.FULL:
-            longest = self.stopping == Stopping.LONGEST
-            length = best.new_tensor(max_len + 1 if longest else step + 1)
-            running = normalised(self.scores[rows[:, 0]], length - prompt, self.length_penalty)
+            length = (last_step if self.stopping == Stopping.LONGEST else step) + 1
+            length = length - self.prompt
+            running = normalised(self.scores[rows[:, 0]], length, self.length_penalty)
             finished &= ~(running > self.totals[first + places].amin(1))
-        finished |= step >= max_len
+        finished |= step >= last_step
+        self.steps[rows[~finished]] += 1
+        self.places[rows[~finished]] += 1
         self.sentences[slots[finished]] = -1
         self.scores[rows[finished]] = -torch.inf
-        progress[Progress.UNFINISHED] -= finished.sum()
-        progress[Progress.STEP] += 1
-        unfinished = int(progress[Progress.UNFINISHED])
-        self.reports[(step + 1) % 2] = torch.tensor((step + 1, unfinished), dtype=torch.int32)
+        progress[Progress.COUNT] = count
+        self.reports[1 + slots[finished].cpu()] = count
+        self.reports[0] = count
 
 
 beam_advance = define("beam_advance", BeamAdvance)
@@ -177,17 +215,19 @@ def normalised(scores: Tensor, lengths: Tensor, length_penalty: float) -> Tensor
 
 
 def _with_free_ends(a: BeamAdvance) -> BeamAdvance:
-    """The candidates where an eos adds nothing to the score of its hypothesis."""
+    """The candidates, where at the last step an eos adds nothing to its hypothesis' score."""
     ends = (a.candidate_tokens == a.eos) & (a.candidate_scores > -torch.inf)
+    ends = ends & (a.steps >= a.last_steps)[:, None]
     return a._replace(candidate_scores=torch.where(ends, a.scores[:, None], a.candidate_scores))
 
 
 def _placed(
-    a: BeamAdvance, counting: Tensor, best: Tensor, columns: Tensor
+    a: BeamAdvance, counting: Tensor, best: Tensor, columns: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Which candidates become results, bool, and as which of their sentence, both like `best`.
 
     counting: which may. best: scores [S, 2 * beam]. columns: of the sentences' results [S, beam].
+    step: int64 [S].
     """
     is_result = a.lengths[columns] > 0
     if a.stopping == Stopping.FIRST:
@@ -195,8 +235,7 @@ def _placed(
         return counting & (result < a.beam), result
     kept, result = counting.clone(), torch.zeros_like(counting, dtype=torch.int64)
     totals = a.totals[columns].masked_fill(~is_result, -torch.inf)
-    length = a.progress[Progress.STEP] + 1 - a.progress[Progress.PROMPT]
-    new = normalised(best, length, a.length_penalty)
+    new = normalised(best, step[:, None] + 1 - a.prompt, a.length_penalty)
     for i in range(a.beam):  # the best first; each replaces the worst result if it is better
         worst = totals.amin(1)
         place = (totals == worst[:, None]).int().argmax(1, keepdim=True)

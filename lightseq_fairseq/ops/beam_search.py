@@ -11,7 +11,6 @@ V = vocabulary.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -21,17 +20,6 @@ from .checks import FLOATS, check_rows, check_tensor
 from .philox import uniforms
 from .registry import define
 
-
-class Progress(IntEnum):
-    """Indices into the progress of a search, int32 [len(Progress)] on the device."""
-
-    STEP = 0  # position of the hypotheses' newest tokens, from 0
-    MAX_LEN = 1  # the step at which every hypothesis must end
-    UNFINISHED = 2  # number of unfinished sentences
-    SCRATCH = 3  # scratch space of a kernel, zero between launches
-    PROMPT = 4  # tokens of each hypothesis that do not count for its length
-
-
 _RESULTS = "candidate_scores candidate_tokens"
 
 
@@ -39,28 +27,31 @@ class BeamCandidates(NamedTuple):
     """The best next tokens of each row: (scores float32 [N, count], tokens int32 [N, count]).
 
     logits: [N, V], of the next token. scores: float32 [N], sums of log-probabilities so far.
-    progress: int32 [5], see `Progress`. count: candidates per row, below V.
-    The logits are divided by temperature first. Then pad is excluded, eos is excluded before step
-    min_len and is the only token from step MAX_LEN on, and unk_penalty is subtracted from the
-    log-probability of unk.
+    steps, last_steps: int32 [N], the position of the row's newest token, from 0, and the step at
+    which it must end. count: candidates per row, below V.
+    The logits are divided by temperature first. Then pad is excluded, eos is excluded from step
+    min_len_from until step min_len and is the only token from the last step on, and unk_penalty is
+    subtracted from the log-probability of unk.
     Candidates are sorted, best first; ties: the lowest token first. A NaN counts as -inf.
     Source: fairseq.search.BeamSearch.step, and SequenceGenerator before it.
     """
 
     logits: Tensor
     scores: Tensor
-    progress: Tensor
+    steps: Tensor
+    last_steps: Tensor
     count: int  # type: ignore[assignment]  # a tuple has a method of that name
     pad: int
     eos: int
     unk: int
     min_len: int
+    min_len_from: int
     unk_penalty: float
     temperature: float
 
     def check(self, op: str) -> None:
-        logits, scores, progress, count = self[:4]
-        _check_logits(op, logits, scores, progress)
+        logits, count = self.logits, self.count
+        _check_logits(op, self)
         if not 1 <= count < logits.shape[1]:
             raise ValueError(f"{op}: count must be at least 1 and below V, got {count}")
 
@@ -104,7 +95,8 @@ class BeamSample(NamedTuple):
     logits: Tensor
     scores: Tensor
     sentences: Tensor
-    progress: Tensor
+    steps: Tensor
+    last_steps: Tensor
     rng: Tensor
     beam: int
     topk: int
@@ -113,20 +105,20 @@ class BeamSample(NamedTuple):
     eos: int
     unk: int
     min_len: int
+    min_len_from: int
     unk_penalty: float
     temperature: float
 
     def check(self, op: str) -> None:
-        logits, scores, sentences, progress, rng, beam = self[:6]
-        _check_logits(op, logits, scores, progress)
-        check_slots(op, sentences, beam, scores)
-        check_tensor(op, "rng", rng, (2,), (torch.int64,), logits)
+        _check_logits(op, self)
+        check_slots(op, self.sentences, self.beam, self.scores)
+        check_tensor(op, "rng", self.rng, (2,), (torch.int64,), self.logits)
 
     def shape(self) -> tuple[Tensor, Tensor]:
         return _empty(self.logits, 1)
 
     def reference(self) -> tuple[Tensor, Tensor]:
-        logits, scores, sentences, progress, rng, beam, topk, topp = self[:8]
+        logits, scores, sentences, steps, _, rng, beam, topk, topp = self[:9]
         logs = _log_probabilities(self)
         weights = logs.exp()
         if topp > 0 or topk > 0:
@@ -145,7 +137,7 @@ class BeamSample(NamedTuple):
         sums = weights.double().cumsum(1)
         place = torch.arange(beam, device=sentences.device)
         hypotheses = (sentences.long()[:, None] * beam + place).flatten()
-        targets = uniforms(rng, 0, hypotheses, int(progress[Progress.STEP])) * sums[:, -1]
+        targets = uniforms(rng, 0, hypotheses, steps) * sums[:, -1]
         tokens = torch.searchsorted(sums, targets[:, None], right=True)
         nothing = ((sums[:, -1] <= 0) | scores.isneginf())[:, None]
         tokens = tokens.clamp_(max=logits.shape[1] - 1).masked_fill_(nothing, self.eos)
@@ -164,14 +156,14 @@ def _log_probabilities(a: BeamCandidates | BeamSample) -> Tensor:
 
 def _apply_rules(a: BeamCandidates | BeamSample, x: Tensor, unk_penalty: float | Tensor) -> Tensor:
     """Apply fairseq's token rules to x [N, V] in place, and return it."""
-    step, max_len = int(a.progress[Progress.STEP]), int(a.progress[Progress.MAX_LEN])
+    steps = a.steps[:, None]
     x[:, a.pad] = -torch.inf
     x[:, a.unk] -= unk_penalty
-    if step >= max_len:
-        x[:, : a.eos] = -torch.inf
-        x[:, a.eos + 1 :] = -torch.inf
-    if step < a.min_len:
-        x[:, a.eos] = -torch.inf
+    ends = steps >= a.last_steps[:, None]
+    x[:, : a.eos].masked_fill_(ends, -torch.inf)
+    x[:, a.eos + 1 :].masked_fill_(ends, -torch.inf)
+    early = (steps < a.min_len) & (steps >= a.min_len_from)
+    x[:, a.eos : a.eos + 1].masked_fill_(early, -torch.inf)
     return x
 
 
@@ -184,10 +176,13 @@ def check_slots(op: str, sentences: Tensor, beam: int, scores: Tensor) -> None:
         )
 
 
-def _check_logits(op: str, logits: Tensor, scores: Tensor, progress: Tensor) -> None:
+def _check_logits(op: str, a: BeamCandidates | BeamSample) -> None:
+    logits = a.logits
     check_rows(op, "logits", logits, ("N", "V"), FLOATS)
-    check_tensor(op, "scores", scores, logits.shape[:1], (torch.float32,), logits)
-    check_tensor(op, "progress", progress, (len(Progress),), (torch.int32,), logits)
+    rows = logits.shape[:1]
+    check_tensor(op, "scores", a.scores, rows, (torch.float32,), logits)
+    check_tensor(op, "steps", a.steps, rows, (torch.int32,), logits)
+    check_tensor(op, "last_steps", a.last_steps, rows, (torch.int32,), logits)
 
 
 def _empty(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,9 @@
 
 out[n] = softmax(scale * q[n] k^T) v      in each head, with one query per hypothesis
 
-self:  k and v are those of positions starts ... step of the hypothesis. They stay in the cache
-       where they were first written: row ancestry[p, n] holds position p of hypothesis n. Beam
-       search thus reorders 4 bytes per position instead of the cache (FasterTransformer's
-       indirection).
+self:  k and v are those of positions 0 ... steps[n] of the hypothesis. They stay in the cache where
+       they were first written: row ancestry[p, n] holds position p of hypothesis n. Beam search
+       thus reorders 4 bytes per position instead of the cache (FasterTransformer's indirection).
 cross: k and v are those of the source sentence, packed; all hypotheses of its beam share them.
 
 Shapes: N = hypotheses, `beam` adjacent rows per slot; P = positions and R = rows of the cache;
@@ -19,23 +18,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, INTEGERS, check_boundaries, check_range, check_rows, check_tensor
+from .checks import FLOATS, check_boundaries, check_range, check_rows, check_tensor
 from .numerics import work_dtype
 from .registry import Written, define
 
 
 class DecodeSelfAttention(NamedTuple):
-    """out [N, C] contiguous; writes the new tokens' keys and values to keys[step], values[step].
+    """out [N, C] contiguous; writes the new tokens' keys and values to position steps[n], row n.
 
     qkv: [N, 3 * C], query, key and value of the new tokens, as one GEMM writes them.
     keys, values: [P, R, C] with R >= N, one layer's cache; the last dimension must be contiguous.
-    ancestry: int32 [P, R]; ancestry[p, n] in [0, R) for p < step; entries from step on are ignored.
-    step: int32 or int64, 0-dim: the position of the new token, below P. It is read on the device,
-    so that one captured graph is replayed for all steps.
+    ancestry: int32 [P, R]; ancestry[p, n] in [0, R) for p < steps[n]; other entries are ignored.
+    steps: int32 [N]: the position of the new token, below P; the rows of a slot are at the same
+    one. It is read on the device, so that one captured graph is replayed for all steps.
     beam: adjacent rows of a slot. If several of them share an ancestor, the kernel reads it once.
-    This is a hint: it changes the result only by rounding.
-    starts: int32 [N], the first position of each row, at most step and equal in the rows of a slot;
-    None: 0. On a GPU the kernel directly before this one in the stream may not write it.
     On a GPU a step >= P fails in a device-side assertion, unless LIGHTSEQ_CHECK_INDICES=1.
     """
 
@@ -43,47 +39,44 @@ class DecodeSelfAttention(NamedTuple):
     keys: Written
     values: Written
     ancestry: Tensor
-    step: Tensor
+    steps: Tensor
     heads: int
     scale: float
     beam: int = 1
-    starts: Tensor | None = None
 
     def check(self, op: str) -> None:
-        qkv, keys, values, ancestry, step, heads, _, beam, starts = self
+        qkv, keys, values, ancestry, steps, heads, _, beam = self
         check_rows(op, "keys", keys, ("P", "R", "C"), FLOATS)
         positions, rows, channels = keys.shape
         check_rows(op, "values", values, keys.shape, (keys.dtype,), keys)
         check_rows(op, "qkv", qkv, ("N", 3 * channels), (keys.dtype,), keys)
         check_rows(op, "ancestry", ancestry, (positions, rows), (torch.int32,), keys)
-        check_tensor(op, "step", step, (), INTEGERS, keys)
-        if starts is not None:
-            check_tensor(op, "starts", starts, (len(qkv),), (torch.int32,), keys)
+        check_tensor(op, "steps", steps, qkv.shape[:1], (torch.int32,), keys)
         if len(qkv) > rows:
             raise ValueError(f"{op}: {len(qkv)} hypotheses do not fit into a cache of {rows} rows")
         if beam < 1:
             raise ValueError(f"{op}: beam must be at least 1, got {beam}")
         _check_heads(op, channels, heads)
-        check_range(op, "step", step, positions, "P")
+        check_range(op, "steps", steps, positions, "P")
 
     def shape(self) -> Tensor:
         return self.qkv.new_empty((self.qkv.shape[0], self.qkv.shape[1] // 3))
 
     def reference(self) -> Tensor:
-        qkv, keys, values, ancestry, step, heads, scale, _, starts = self
-        rows, last = len(qkv), int(step)
+        qkv, keys, values, ancestry, steps, heads, scale, _ = self
+        if len(qkv) == 0:
+            return self.shape()
         q, k, v = qkv.chunk(3, dim=1)
-        keys[last, :rows], values[last, :rows] = k, v
+        own, steps = torch.arange(len(qkv), device=steps.device), steps.long()
+        keys[steps, own], values[steps, own] = k, v
 
-        own = torch.arange(rows, dtype=ancestry.dtype, device=ancestry.device)
-        row = torch.cat((ancestry[:last, :rows], own[None])).t().long()
-        position, hidden = torch.arange(last + 1, device=row.device), None
-        if starts is not None:
-            # Earlier positions repeat the first one: if they are not finite, 0 * inf is NaN.
-            hidden = position < starts[:, None]
-            position = torch.maximum(position, starts[:, None])
-            row = row.gather(1, position)
-        past = _by_heads(keys, values, (position, row), heads)
+        position = torch.arange(int(steps.max()) + 1, device=own.device)
+        # Later positions repeat the newest one, hidden: what is there may be not finite.
+        hidden = position > steps[:, None]
+        place = torch.minimum(position, steps[:, None])
+        row = ancestry[:, : len(own)].t().gather(1, place).long()
+        row = torch.where(position < steps[:, None], row, own[:, None])
+        past = _by_heads(keys, values, (place, row), heads)
         return _attend(q[:, None], *past, hidden, heads, scale)[:, 0]
 
 

@@ -146,14 +146,13 @@ def attention_dropout_factors(
         yield part, bits.to(dtype).mul_(scale)
 
 
-def uniforms(rng: Tensor, site: int, rows: Tensor, group: int) -> Tensor:
+def uniforms(rng: Tensor, site: int, rows: Tensor, groups: Tensor) -> Tensor:
     """One number in (0, 1) for each row: float64 [len(rows)], (word 0 + 1/2) / 2^32 of a counter.
 
-    rng, site, rows: as in `keep_mask`. group: the counter's first word.
+    rng, site, rows: as in `keep_mask`. groups: the counters' first words, integers [len(rows)].
     """
     seed, micro_batch = rng.unbind() if rng.is_cuda else rng.tolist()
-    groups = torch.tensor([group], device=rows.device)
-    words = _signed_words(seed, micro_batch, site, rows, groups)
+    words = _signed_words(seed, micro_batch, site, rows, groups.long()[:, None])
     halves = words.view(torch.int16).view(len(rows), -1)[:, :2].double() + 32768
     return (halves[:, 1] * 65536 + halves[:, 0] + 0.5) / 2**32
 
@@ -230,7 +229,7 @@ def _blocks(
     """Yields (rows of a block, output words of their groups): see `_signed_words`."""
     if len(rows) == 0 or groups == 0:
         return
-    numbers = torch.arange(first, first + groups, device=rng.device)
+    numbers = torch.arange(first, first + groups, device=rng.device)[None]
     block = len(rows) if rng.is_cuda else max(1, _GROUPS_PER_BLOCK // groups)
     # Two Python ints on a CPU; on a GPU two 0-dim tensors, which need no host sync.
     seed, micro_batch = rng.unbind() if rng.is_cuda else rng.tolist()
@@ -242,6 +241,7 @@ def _blocks(
 def _signed_words(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups: Tensor) -> Tensor:
     """The output words, with the sign bits of their 16-bit halves flipped: int64 [R, G, 2].
 
+    groups: int64 [1, G], or [R, 1] for one group of each row.
     As int16, numbers from 0 to 65535 minus 2^15, so that signed comparison orders them.
 
     A word is the low half of an int64 element. The upper half is cleared only for multiplication:
@@ -250,7 +250,7 @@ def _signed_words(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups: 
     [1, G].
     """
     keys = _round_keys(seed)
-    row, group = (rows & _WORD)[:, None], groups[None, :]
+    row, group = (rows & _WORD)[:, None], groups
 
     # Round 0: words [R,1], scalar, [1,G], [1,G].
     product_0, product_1 = group * _MULTIPLIER_0, site * _MULTIPLIER_1
@@ -283,7 +283,7 @@ def _signed_words(seed: Any, micro_batch: Any, site: int, rows: Tensor, groups: 
 
     # Last round: words (0, 1) and (2, 3) are stored as one int64 each, all 16-bit sign bits
     # flipped.
-    numbers = torch.empty((len(rows), len(groups), 2), dtype=torch.int64, device=rows.device)
+    numbers = torch.empty((len(rows), groups.shape[1], 2), dtype=torch.int64, device=rows.device)
     product_0, product_1 = word_0.mul_(_MULTIPLIER_0), word_2.mul_(_MULTIPLIER_1)
     for half, product, word, key in (
         (0, product_1, word_1, keys[-1][0]),

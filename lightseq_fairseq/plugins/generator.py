@@ -9,8 +9,9 @@ functions at the end replace functions of fairseq, see `fairseq_compat.patching`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from fairseq import search as fairseq_search
@@ -23,11 +24,35 @@ from torch import Tensor
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import named
-from lightseq_fairseq.generation.incremental import expected_length
+from lightseq_fairseq.generation.decoder import most_source
 from lightseq_fairseq.generation.options import STOPPING, SearchOptions
 from lightseq_fairseq.generation.search import MOST_BEAM, search
+from lightseq_fairseq.generation.source import SearchBatch
 
+TOGETHER = ("cuda",)  # on a CPU, a search of several batches is not faster
 _REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 200 bytes each
+
+
+class _Asked(NamedTuple):
+    """A batch that is to be searched. results: empty until then."""
+
+    batch: SearchBatch
+    options: SearchOptions
+    first: int
+    rng: Tensor | None
+    results: list[Any]
+
+
+def _kind(asked: _Asked) -> str:
+    """Equal for batches that can be searched together.
+
+    As in fairseq, min_len does not hold while any sentence of a batch has a forced token. So it
+    must hold from the same step on.
+    """
+    batch = asked.batch
+    width = (batch.tokens if batch.forced is None else batch.forced).shape
+    free_until = min(width[1], asked.options.min_len)
+    return repr((asked.options, asked.first, batch.forced is None, free_until))
 
 
 class LSSequenceGenerator(SequenceGenerator):
@@ -45,6 +70,7 @@ class LSSequenceGenerator(SequenceGenerator):
     """
 
     early_stopping: bool | str | None = None
+    _asked: list[_Asked] | None = None  # batches that wait for the others, see `together`
 
     def stop_early(self, early_stopping: bool | str) -> None:
         """Use transformers' rules of beam search, see ``SearchOptions.early_stopping``.
@@ -99,16 +125,54 @@ class LSSequenceGenerator(SequenceGenerator):
         )
         if encoder is None:
             tokens = tokens[:, :0] if prefix_tokens is None else prefix_tokens
-        # The hypotheses of a language model usually reach max_len.
-        positions = max_len + 1 if encoder is None else expected_length(longest)
         rng = None
         if options.sampled:  # from the GPU's generator, as in fairseq's search
             rng = torch.zeros(2, dtype=torch.int64, device=self._device)
             rng[:1].random_()
-        return search(
-            model.decoder.steps, encoder, model.decoder, tokens, options,
-            self.eos if bos_token is None else bos_token, max_len, positions, rng, forced,
-        )  # fmt: skip
+        first = self.eos if bos_token is None else bos_token
+        asked = _Asked(SearchBatch(tokens, max_len, forced), options, first, rng, [])
+        if self._asked is not None and not options.sampled:
+            self._asked.append(asked)
+        else:
+            self._search([asked])
+        return asked.results
+
+    def _search(self, asked: Sequence[_Asked]) -> None:
+        """Search batches with the same options together."""
+        model, one = self.model.single_model, asked[0]
+        encoder, decoder = getattr(model, "encoder", None), model.decoder
+        batches = [each.batch for each in asked]
+        found = search(decoder.steps, encoder, decoder, batches, one.options, one.first, one.rng)
+        for each, results in zip(asked, found, strict=True):
+            each.results.extend(results)
+
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """See `together`."""
+        if len(calls) < 2 or self._device.type not in TOGETHER:
+            return [call() for call in calls]
+        asked: list[_Asked] = []
+        self._asked = asked
+        try:
+            found = [call() for call in calls]
+        finally:
+            self._asked = None
+        waiting = {id(each.results) for each in asked}
+        for place, results in enumerate(found):
+            if id(results) not in waiting:  # the task does not return the generator's own list
+                found[place] = calls[place]()
+        asked.sort(key=lambda each: -each.batch.tokens.shape[1])
+        most = most_source(self.model.single_model.decoder)
+        for _, group in itertools.groupby(sorted(asked, key=_kind), _kind):
+            window: list[_Asked] = []
+            room = most
+            for each in group:
+                if window and each.batch.tokens.numel() > room:
+                    self._search(window)
+                    window, room = [], most
+                window.append(each)
+                room -= each.batch.tokens.numel()
+            self._search(window)
+        return found
 
     @property
     def _device(self) -> torch.device:
@@ -156,6 +220,17 @@ class LSSequenceGenerator(SequenceGenerator):
             length_penalty=self.len_penalty if self.normalize_scores else 0.0,
             no_repeat_ngram=no_repeat_ngram, early_stopping=early_stopping, **special,
         )  # fmt: skip
+
+
+def together(generator: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of calls that each let the generator search one batch.
+
+    On a GPU our generator searches their sentences together, the longest first, so that no slot is
+    idle while one of them waits. The words are the same.
+    """
+    if isinstance(generator, LSSequenceGenerator):
+        return generator.together(calls)
+    return [call() for call in calls]
 
 
 def only_beam_search() -> UserError:

@@ -21,8 +21,9 @@ def beam_search(sizes: Sizes, make: Make) -> Iterator[Case]:
         rows, count = sentences * sizes.beam, 2 * sizes.beam
         logits = make.rows(rows, sizes.vocabulary, scale=3.0)
         scores = torch.randn(rows, device=make.device)
-        progress = torch.tensor([STEP, 200, sentences, 0, 0], dtype=torch.int32, device=make.device)
-        rules = (PAD, EOS, UNK, 1, 0.0, 1.0)
+        steps = torch.full((rows,), STEP, dtype=torch.int32, device=make.device)
+        last_steps = torch.full_like(steps, 200)
+        rules = (PAD, EOS, UNK, 1, 0, 0.0, 1.0)
 
         def formula(logits: Tensor, scores: Tensor, count: int = count) -> tuple[Tensor, ...]:
             log_probs = torch.log_softmax(logits, 1, dtype=torch.float32)
@@ -33,11 +34,11 @@ def beam_search(sizes: Sizes, make: Make) -> Iterator[Case]:
         def ours(
             logits: Tensor = logits,
             scores: Tensor = scores,
-            progress: Tensor = progress,
+            at: tuple[Tensor, Tensor] = (steps, last_steps),
             count: int = count,
-            rules: tuple[int, int, int, int, float, float] = rules,
+            rules: tuple[int, int, int, int, int, float, float] = rules,
         ) -> tuple[Tensor, ...]:
-            return ops.beam_candidates(logits, scores, progress, count, *rules)
+            return ops.beam_candidates(logits, scores, *at, count, *rules)
 
         fwd, _ = Formula(formula, (logits, scores), ()).systems()
         yield Case(

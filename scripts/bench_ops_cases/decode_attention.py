@@ -41,7 +41,7 @@ def _self_attention(sizes: Sizes, sentences: int, own: int, make: Make) -> Case:
     keys, values = make.rows(2, STEP + 1, rows, width).unbind(0)
     ancestry = torch.arange(rows, dtype=torch.int32, device=make.device).repeat(STEP + 1, 1)
     ancestry[: STEP - own] -= ancestry[: STEP - own] % beam
-    step = torch.tensor(STEP, device=make.device)
+    steps = torch.full((rows,), STEP, dtype=torch.int32, device=make.device)
     positions = torch.arange(STEP + 1, device=make.device)[:, None]
 
     def formula(qkv: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor]:
@@ -53,7 +53,7 @@ def _self_attention(sizes: Sizes, sentences: int, own: int, make: Make) -> Case:
         return (functional.scaled_dot_product_attention(q, k, v, scale=scale).flatten(1),)
 
     def ours() -> tuple[Tensor]:
-        return (ops.decode_self_attention(qkv, keys, values, ancestry, step, heads, scale, beam),)
+        return (ops.decode_self_attention(qkv, keys, values, ancestry, steps, heads, scale, beam),)
 
     fwd, _ = Formula(formula, (qkv, keys, values), ()).systems()
     # Rows of `width` per hypothesis: past keys and values; q, k, v; cached k and v; result.

@@ -8,27 +8,31 @@ import torch
 from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 
 
-def test_reports_take_turns() -> None:
+def test_the_slots_of_sentences_that_have_ended() -> None:
     progress = DelayedProgress(torch.device("cpu"))
-    progress.begin(4)
-    for step, left in enumerate((4, 3, 3, 0)):
-        progress.reports[(step + 1) % 2] = torch.tensor([step + 1, left])
-        assert progress.unfinished(step) == left
-    assert progress.beside(True) is None
-    progress.begin(2**31 - 1)
-    assert progress.reports.tolist() == [[0, 2**31 - 1], [0, 0]]
-    progress.begin(6)  # the search before had no step
-    assert progress.reports.tolist() == [[0, 6], [0, 0]]
+    assert progress.beside(True) is None and not progress.is_delayed
+    for _ in range(2):
+        progress.begin()
+        assert not progress.reports.any()
+        for step, slots in enumerate(([], [3, 1], [], [0]), 1):
+            progress.reports[[1 + slot for slot in slots]] = step
+            progress.reports[0] = step
+            number, ended_at = progress.ended()
+            assert number == step and (ended_at == step).nonzero()[0].tolist() == sorted(slots)
+
+
+def test_room_for_many_slots() -> None:
+    progress = DelayedProgress(torch.device("cpu"))
+    few = progress.reports
+    assert not progress.make_room(len(few) - 1) and progress.reports is few
+    assert progress.make_room(len(few)) and len(progress.reports) > len(few)
 
 
 def test_a_step_that_has_not_reported() -> None:
     progress = DelayedProgress(torch.device("cpu"))
-    progress.begin(4)
-    progress.reports[1] = torch.tensor([1, 0])
-    assert progress.unfinished(0) == 0
-    progress.begin(5)  # steps of the search before must not count for this one
+    progress.begin()
+    progress.reports[0] = 1
+    assert progress.ended()[0] == 1
+    progress.begin()  # steps of the search before must not count for this one
     with pytest.raises(RuntimeError, match="after 1 steps of a search, the last one has not rep"):
-        progress.unfinished(0)
-    progress.reports[1] = torch.tensor([3, 2])
-    with pytest.raises(RuntimeError, match="after 1 steps of a search"):
-        progress.unfinished(0)
+        progress.ended()

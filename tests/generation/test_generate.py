@@ -17,6 +17,7 @@ import pytest
 import torch
 from click.testing import Result
 from helpers.cli_runs import SMALL, SPLITS, binarise, run, succeed
+from helpers.searches import difference_of_lines
 from sacrebleu.metrics import BLEU
 
 # isort: split
@@ -27,6 +28,8 @@ from omegaconf import OmegaConf
 
 from lightseq_fairseq.cli.interactive import _one_process
 from lightseq_fairseq.cli.start import logs
+from lightseq_fairseq.cli.translate import ahead
+from lightseq_fairseq.plugins import generator
 
 COUNT = SPLITS["test"]
 FLAGS = shlex.split("--cpu --beam 2 --batch-size 1 --max-len-b 5 --num-workers 0")
@@ -95,6 +98,31 @@ def test_score_against_the_targets_of_the_data(plain: str) -> None:
     assert score_lines(plain) == [f"Generate test with beam=2: {expected} {said}"]
     assert plain.endswith(f"{said}\n") and len(of_kind(plain, "D")) == COUNT
     assert len(sentences(plain)) == COUNT * (2 + 2 * 3)  # S and T; H, D and P of two hypotheses
+
+
+@pytest.mark.parametrize("flags", ["", "--prefix-size 1"])
+def test_windows_of_batches_as_on_a_gpu(
+    place: Path, plain: str, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    """Batches that are searched together print what they print one by one."""
+    if flags:
+        plain = generate(place, "--nbest", "2", *flags.split()).stdout
+    asked: list[int] = []
+    search = generator.LSSequenceGenerator._search
+
+    def counted(self: Any, batches: Any) -> None:
+        asked.append(len(batches))
+        search(self, batches)
+
+    monkeypatch.setattr(generator.LSSequenceGenerator, "_search", counted)
+    monkeypatch.setattr(generator, "TOGETHER", ("cpu",))
+    monkeypatch.setattr(ahead, "WINDOW", 3)
+    printed = generate(place, "--nbest", "2", *flags.split()).stdout
+    assert not difference_of_lines(
+        *([line.split("\t") for line in sentences(text)] for text in (printed, plain)), 1e-4
+    )
+    assert score_lines(printed) == score_lines(plain)
+    assert sum(asked) == COUNT and max(asked) == 3
 
 
 def test_score_against_a_file(place: Path, plain: str, tmp_path: Path) -> None:
@@ -314,6 +342,20 @@ def test_a_line_is_answered_at_once(place: Path) -> None:
             assert any(text.startswith(f"P-{number}\t") for text in answer)
         process.stdin.close()
         assert process.wait() == 0
+
+
+def test_lines_that_are_searched_together(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = tmp_path / "lines"
+    lines.write_text("w1 w2 w3\nw4\nw2 w5 w1 w3 w6\nw3 w3\n")
+    words = "--input", lines, "--buffer-size", "4", "--batch-size", "1"
+    apart = interactive(place, *words).stdout
+    monkeypatch.setattr(generator, "TOGETHER", ("cpu",))
+    found = interactive(place, *words).stdout
+    fields = ([line.split("\t") for line in sentences(text)] for text in (found, apart))
+    fields = ([line for line in each if line[0][:2] != "W-"] for each in fields)
+    assert not difference_of_lines(*fields, 1e-4) and len(of_kind(found, "D")) == 4
 
 
 def test_bad_lines(place: Path, tmp_path: Path) -> None:

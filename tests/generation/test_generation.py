@@ -25,6 +25,7 @@ from lightseq_fairseq.generation import decoder as step_decoder
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
 from lightseq_fairseq.generation.search import search
+from lightseq_fairseq.generation.source import SearchBatch
 from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.plugins.generator import LSSequenceGenerator
 
@@ -109,13 +110,18 @@ def inputs(toy: Toy, sample: dict[str, Any] | None = None) -> dict[str, Any]:
     tokens = sample["net_input"]["src_tokens"]
     return {
         "steps": toy.ls.decoder.steps, "encoder": toy.ls.encoder, "decoder": toy.ls.decoder,
-        "tokens": tokens, "options": SearchOptions(3, 1, 2, 3), "first": 2,
-        "max_len": 20, "positions": 30,
+        "batches": [SearchBatch(tokens, 20)], "options": SearchOptions(3, 1, 2, 3), "first": 2,
     }  # fmt: skip
 
 
 def plain(results: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[Any]:
     return [[(h["tokens"].tolist(), float(h["score"])) for h in each] for each in results]
+
+
+def searched(given: dict[str, Any], **changes: Any) -> list[Any]:
+    """The results of the only batch."""
+    (results,) = search(**{**given, **changes})
+    return results
 
 
 def test_graphs_of_one_key_read_one_table(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,17 +144,15 @@ def test_graphs_of_one_key_read_one_table(toy: Toy, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Graphs, "launch", seen)
     for counts in ((rows - 10, rows - 10), (rows + 50, rows - 70)):
         tokens = digits.sentences(*counts)
-        given = tokens, SearchOptions(1, 1, 2, 3), 2, 1, 2
+        given = [SearchBatch(tokens, 1)], SearchOptions(1, 1, 2, 3), 2
         search(model.decoder.steps, model.encoder, model.decoder, *given)
     assert sorted(map(list, tables.values())) == [[rows], [2 * rows]]
 
 
-def test_memory_that_grows_and_rows_that_vanish(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_vanish(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(toy)
-    expected = plain(search(**given))
+    expected = plain(searched(given))
     assert len({len(tokens) for each in expected for tokens, _ in each}) > 3
-    for positions in (1, 3):
-        assert plain(search(**{**given, "positions": positions})) == expected
     rows: list[int] = []
     features = step_decoder.StepDecoder.features
 
@@ -157,7 +161,7 @@ def test_memory_that_grows_and_rows_that_vanish(toy: Toy, monkeypatch: pytest.Mo
         return features(self, decoder, count, *more, **options)
 
     monkeypatch.setattr(step_decoder.StepDecoder, "features", seen)
-    assert plain(search(**given)) == expected
+    assert plain(searched(given)) == expected
     assert rows == sorted(rows, reverse=True) and rows[-1] < rows[0]
 
 
@@ -167,32 +171,33 @@ def test_memory_may_hold_anything(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(step_decoder, "_most_kept", lambda device: math.inf)
     toy = dataclasses.replace(toy, ls=copy.deepcopy(toy.ls))
     given = inputs(toy)
-    expected = plain(search(**given))
+    expected = plain(searched(given))
     memory = toy.ls.decoder.steps.memory
     for each in (memory.ancestry, memory.past_tokens, memory.hypothesis_tokens):
         each.fill_(2**30)
-    assert plain(search(**given)) == expected
-    fewer = {**given, "tokens": given["tokens"][:3]}
-    assert plain(search(**fewer)) == expected[:3]
-    assert plain(search(**given)) == expected
+    assert plain(searched(given)) == expected
+    fewer = [SearchBatch(given["batches"][0].tokens[:3], 20)]
+    assert plain(searched(given, batches=fewer)) == expected[:3]
+    assert plain(searched(given)) == expected
     assert toy.ls.decoder.steps.memory is memory
 
 
 def test_pads_anywhere(toy: Toy) -> None:
     given = inputs(toy)
-    tokens = given["tokens"]
+    tokens = given["batches"][0].tokens
     assert tokens.eq(1).any()
     rightmost = tokens.eq(1).int().argsort(dim=1, stable=True)
     spread = torch.ones(len(tokens), 2 * tokens.shape[1], dtype=torch.int64)
     spread[:, ::2] = tokens
-    expected = dict(enumerate(search(**given)))
+    expected = dict(enumerate(searched(given)))
     for padded in (tokens.gather(1, rightmost), spread, spread[:, ::2]):
-        assert_close(dict(enumerate(search(**{**given, "tokens": padded}))), expected)
+        found = searched(given, batches=[SearchBatch(padded, 20)])
+        assert_close(dict(enumerate(found)), expected)
 
 
 def test_parts_in_whatever_order(toy: Toy) -> None:
     given = inputs(toy)
-    expected, found = search(**given), search(**given)
+    expected, found = searched(given), searched(given)
     others = [h for each in found for h in each]
     names = ("positional_scores", "alignment", "tokens", "attention", "score")
     read = [{name: h[name] for name in names} for h in reversed(others)]
@@ -426,12 +431,12 @@ def test_what_cannot_be_translated_is_said(toy: Toy) -> None:
 def test_sampling(toy: Toy, special: dict[str, Any]) -> None:
     given = inputs(toy)
     given["options"] = SearchOptions(4, 1, 2, 3, sampled=True, **special)
-    draws = [plain(search(**given, rng=torch.tensor([seed, 0]))) for seed in (1, 1, 2)]
+    draws = [plain(searched(given, rng=torch.tensor([seed, 0]))) for seed in (1, 1, 2)]
     assert draws[0] == draws[1]
     assert all(len(each) == 4 for each in draws[0])
     if special == {"topk": 1}:
         given["options"] = SearchOptions(1, 1, 2, 3)
-        greedy = plain(search(**given))
+        greedy = plain(searched(given))
         assert all(h[0] == g[0][0] for each, g in zip(draws[0], greedy, strict=True) for h in each)
     else:
         assert draws[0] != draws[2]

@@ -27,7 +27,6 @@ from helpers.searches import (
 )
 
 from lightseq_fairseq.generation import search
-from lightseq_fairseq.generation.decoder import StepDecoder
 from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 from lightseq_fairseq.plugins import generator as plugin
 
@@ -101,14 +100,14 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
     model = copy.deepcopy(toy.ls).cuda()
     for _ in range(3):  # afterwards nothing grows, and everything is captured
         translate(model, beam=5)
-    start, compact = (search, "_start"), (search, "_compact")
-    calls = forbid_waits(monkeypatch, (StepDecoder, "launch"), compact, start)
+    loop = ("_refill", "_compact", "_step")
+    calls = forbid_waits(monkeypatch, *((search._Search, name) for name in loop))
     translate(model, beam=5)
-    assert set(calls) == {"launch", "_compact", "_start"}
+    assert set(calls) == {*loop}
     # With samples on the CPU, nothing before the loop waits either.
-    calls = forbid_waits(monkeypatch, (StepDecoder, "open"), (StepDecoder, "encode"))
+    calls = forbid_waits(monkeypatch, (search._Search, "__init__"))
     translate(model, on_cpu=True, beam=5)
-    assert set(calls) == {"open", "encode"}
+    assert set(calls) == {"__init__"}
     with pytest.raises(RuntimeError, match="synchroniz"):
         translate(model, beam=5)
 
@@ -120,7 +119,7 @@ def devices_of_searches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]
     ours, fairseqs = search.search, SequenceGenerator._generate
 
     def counted(*arguments: Any) -> Any:
-        seen.append(("ours", arguments[3].device.type))
+        seen.append(("ours", arguments[3][0].tokens.device.type))
         return ours(*arguments)
 
     def of_fairseq(self: Any, sample: Any, *others: Any, **options: Any) -> Any:
@@ -200,26 +199,29 @@ def test_where_the_launchers_leave_samples(
 
 
 def test_the_host_is_one_step_late(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the host learns the same numbers of unfinished sentences as on a CPU, one step
-    later."""
-    seen: list[list[int]] = []
-    unfinished = DelayedProgress.unfinished
+    """On a GPU the host learns of the same ends of sentences as on a CPU, one step later."""
+    seen: list[list[tuple[int, int]]] = []
+    begin, ended = DelayedProgress.begin, DelayedProgress.ended
 
-    def recorded(self: DelayedProgress, step: int) -> int:
-        if step == 0:
-            seen.append([])
-        seen[-1].append(unfinished(self, step))
-        return seen[-1][-1]
+    def begun(self: DelayedProgress) -> None:
+        begin(self)
+        seen.append([])
 
-    monkeypatch.setattr(DelayedProgress, "unfinished", recorded)
+    def recorded(self: DelayedProgress) -> Any:
+        number, ended_at = ended(self)
+        seen[-1].append((number, int((ended_at == number).sum()) if number else 0))
+        return number, ended_at
+
+    monkeypatch.setattr(DelayedProgress, "begin", begun)
+    monkeypatch.setattr(DelayedProgress, "ended", recorded)
     translate(toy.ls, beam=3)
     at_once = seen.copy()
     model = copy.deepcopy(toy.ls).cuda()
-    sizes = [len(sample["id"]) for sample in batches(True)]
     for _ in range(3):  # eager, captured, replayed
         seen.clear()
         translate(model, beam=3)
-        assert seen == [[size, *counts] for size, counts in zip(sizes, at_once, strict=True)]
+        for late, early in zip(seen, at_once, strict=True):
+            assert late == [(0, 0), *early][: len(late)] and len(late) >= len(early)
 
 
 def test_reports_are_waited_for() -> None:
@@ -227,23 +229,29 @@ def test_reports_are_waited_for() -> None:
     has begun."""
     progress = DelayedProgress(torch.device("cuda"))
     stream = torch.cuda.current_stream()
-    copies = {n: torch.tensor(n, dtype=torch.int32, device="cuda") for n in ((1, 2), (2, 0))}
+    copies = {n: torch.tensor([n, n], dtype=torch.int32, device="cuda") for n in (1, 2, 3)}
 
-    def step(done: int, unfinished: int) -> None:
+    def step(number: int, slot: int) -> None:
         torch.cuda._sleep(50_000_000)
-        progress.reports[done % 2].copy_(copies[done, unfinished], non_blocking=True)
+        ended = progress.reports[1 + slot : 2 + slot]
+        ended.copy_(copies[number][1:], non_blocking=True)
+        progress.reports[:1].copy_(copies[number][:1], non_blocking=True)
 
-    for sentences in (7, 5, 6):
-        progress.begin(sentences)
+    for _ in range(3):
+        progress.begin()
         stream.synchronize()
-        assert progress.reports.tolist() == [[0, sentences], [0, 0]]  # no copy is running any more
-        step(1, 2)
-        assert progress.unfinished(0) == sentences and not stream.query()
-        step(2, 0)
-        assert progress.unfinished(1) == 2 and not stream.query()
-    assert progress.unfinished(2) == 0
-    with pytest.raises(RuntimeError, match="after 3 steps of a search, the last one has not rep"):
-        progress.unfinished(3)
+        assert not progress.reports.any()  # no copy is running any more
+        step(1, 4)
+        assert progress.ended()[0] == 0 and not stream.query()
+        step(2, 6)
+        number, ended_at = progress.ended()
+        assert number == 1 and ended_at[4] == 1 and not stream.query()
+    step(3, 0)
+    number, ended_at = progress.ended()
+    assert number == 2 and ended_at[6] == 2
+    assert progress.ended()[0] == 3
+    with pytest.raises(RuntimeError, match="after 4 steps of a search, the last one has not rep"):
+        progress.ended()
 
 
 def test_searches_one_after_the_other(toy: Toy) -> None:
@@ -279,15 +287,29 @@ def test_weights_that_change_or_move(toy: Toy) -> None:
     assert_close(ours, translate(model.cpu(), beam=2))
 
 
-def test_memory_that_grows(toy: Toy) -> None:
+@pytest.mark.parametrize("slots", [1, 3, 20])
+def test_slots_that_are_refilled(toy: Toy, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     model = copy.deepcopy(toy.ls).cuda()
-    tokens = batches(True)[0]["net_input"]["src_tokens"]
-    given = tokens, search.SearchOptions(4, 1, 2, 3), 2, 40
-    found = [
-        search.search(model.decoder.steps, model.encoder, model.decoder, *given, positions)
-        for positions in (2, 50)
+    options = {"beam": 4, "max_len_a": 1.5, "max_len_b": 3}
+    expected = translate(toy.ls, **options)
+    limited = search.most_rows
+    for most in (limited, lambda decoder, positions: 4 * slots, limited):
+        monkeypatch.setattr(search, "most_rows", most)
+        for _ in range(3):  # eager, captured, replayed
+            assert_close(translate(model, **options), expected)
+
+
+def test_batches_that_are_searched_together_on_a_gpu(toy: Toy) -> None:
+    model = copy.deepcopy(toy.ls).cuda()
+    generator = toy.task.build_generator([model], GenerationConfig(beam=4, max_len_b=30))
+    samples = batches(True)
+    alone = [toy.task.inference_step(generator, [model], each) for each in samples]
+    calls = [
+        functools.partial(toy.task.inference_step, generator, [model], each) for each in samples * 3
     ]
-    assert tokens_of(found[0]) == tokens_of(found[1])
+    for _ in range(3):
+        for mine, other in zip(plugin.together(generator, calls), alone * 3, strict=True):
+            assert_close(dict(enumerate(mine)), dict(enumerate(other)))
 
 
 def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,10 +325,9 @@ def test_tables_of_positions_that_grow(toy: Toy, monkeypatch: pytest.MonkeyPatch
         results = []
         for counts in (short, short, short, long, long, long, short, short):
             tokens = digits.sentences(*counts).cuda()
-            given = tokens, search.SearchOptions(2, 1, 2, 3), 2, 8, 10
-            results.append(
-                tokens_of(search.search(model.decoder.steps, model.encoder, model.decoder, *given))
-            )
+            given = [search.SearchBatch(tokens, 8)], search.SearchOptions(2, 1, 2, 3), 2
+            parts = model.decoder.steps, model.encoder, model.decoder
+            results.append(tokens_of(search.search(*parts, *given)[0]))
             if len(results) == 3:  # the decoder's table grows too, outside of its steps
                 with torch.no_grad():
                     model(tokens, None, digits.sentences(rows + 50).cuda().expand(2, -1))

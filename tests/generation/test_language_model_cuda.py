@@ -161,10 +161,10 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
     options = {"beam": 3, "no_repeat_ngram_size": 2}
     for _ in range(3):  # afterwards memory has its final size, and all graphs exist
         generate(model, **options)
-    loop = ((search, "_start"), (search, "_compact"))
-    calls = forbid_waits(monkeypatch, (StepDecoder, "launch"), (StepDecoder, "open"), *loop)
+    names = ("__init__", "_refill", "_compact", "_step")
+    calls = forbid_waits(monkeypatch, *((search._Search, name) for name in names))
     generate(model, on_cpu=True, **options)
-    assert set(calls) == {"launch", "open", "_compact", "_start"}
+    assert set(calls) == {*names}
 
 
 def test_a_prompt_is_one_pass_and_a_token_one_graph(
@@ -253,12 +253,11 @@ def test_samples_have_fairseqs_distribution(toy: Toy) -> None:
     assert difference.sum() < 6 * often.sum()  # chi-square; its mean is about often.sum()
 
 
-def test_memory_that_grows(toy: Toy) -> None:
-    model = copy.deepcopy(toy.ls).cuda()
-    words = counting.sample(toy.task, prompts(3, 7, 1, 5))["net_input"]["src_tokens"][:, 1:]
-    given = words, search.SearchOptions(4, 1, 2, 3), 2, 35
-    found = [
-        search.search(model.decoder.steps, None, model.decoder, *given, positions)
-        for positions in (2, 50)
-    ]
-    assert_equal(*found)
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_slots_that_are_refilled(toy: Toy, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    model, words = copy.deepcopy(toy.ls).cuda(), prompts(3, 7, 1, 5, 9, 2, 4, 4, 6, 3, 3)
+    options = {"beam": 3, "max_len_b": 20}
+    expected = counting.generate(toy.task, [toy.ls], words, **options)
+    monkeypatch.setattr(search, "most_rows", lambda decoder, positions: 3 * slots)
+    for _ in range(3):
+        assert_close(counting.generate(toy.task, [model], words, **options), expected)

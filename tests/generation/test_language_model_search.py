@@ -17,8 +17,6 @@ from lightseq_fairseq.generation import decoder
 from lightseq_fairseq.generation import prompts as generation_prompts
 from lightseq_fairseq.generation import search as generation_search
 from lightseq_fairseq.generation.decoder import StepDecoder
-from lightseq_fairseq.generation.search import search
-from lightseq_fairseq.plugins import generator as plugin
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "greedy": {"beam": 1},
@@ -183,18 +181,6 @@ def test_a_prompt_is_read_at_once(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(StepDecoder, name, counted)
     generate(toy.task, [copy.deepcopy(toy.ls)], prompts(9, 9), beam=2, max_len_b=12, min_len=12)
     assert seen == ["prefill", *["features"] * 4]
-
-
-def test_memory_that_grows_and_rows_that_vanish(toy: Toy) -> None:
-    words = counting.sample(toy.task, prompts(3, 7, 1, 5))["net_input"]["src_tokens"][:, 1:]
-    ours = copy.deepcopy(toy.ls).decoder
-    options = plugin.SearchOptions(3, 1, 2, 3)
-    found = [
-        dict(enumerate(search(ours.steps, None, ours, words, options, 2, 30, positions)))
-        for positions in (1, 12, 40)
-    ]
-    assert_close(found[1], found[0])
-    assert_close(found[2], found[0])
 
 
 def test_wrong_calls(toy: Toy) -> None:

@@ -29,15 +29,14 @@ class Past:
     """A strided key and value cache; values that must not be read are NaN.
 
     shared: share of the positions at which all hypotheses of a slot have the same ancestor.
-    starts: whether each slot has a first position; before it, its ancestors are rows of NaN.
+    mixed: whether some slots are at earlier steps.
     """
 
     reference = staticmethod(ops.REFERENCES["decode_self_attention"])
     op = staticmethod(ops.decode_self_attention)
 
-    def __init__(
-        self, count, step, dtype, heads=4, width=64, spare=3, beam=1, shared=0.0, starts=False
-    ):
+    def __init__(self, count, step, dtype, heads=4, width=64, spare=3, beam=1, shared=0.0,
+                 mixed=False):  # fmt: skip
         torch.manual_seed(count + step)
         channels, rows = heads * width, count + spare
         self.count, self.step, self.heads, self.scale = count, step, heads, width**-0.5
@@ -45,22 +44,21 @@ class Past:
         self.qkv = randn(count, 3 * channels, dtype=dtype)
         self.both = poisoned(2, step + 2, rows, 2 * channels, dtype=dtype)
         self.both[:, :step] = randn(2, step, rows, 2 * channels, dtype=dtype)
+        slot = torch.arange(count, device="cuda") // beam
+        self.steps = torch.full((count,), step, dtype=torch.int32, device="cuda")
+        if mixed:
+            self.steps[slot % 3 > 0] = 5 * slot[slot % 3 > 0].int() % (step + 1)
         self.keys, self.values = self.cache(self.both)
         self.ancestry = torch.full((step + 2, rows), -9, dtype=torch.int32, device="cuda")
         self.ancestry[:step] = torch.randint(0, rows, (step, rows), device="cuda")
-        first = torch.arange(count, device="cuda") // beam * beam
+        first = slot * beam
         together = torch.rand(step, 1, device="cuda") < shared
         past = self.ancestry[:step]
         past[:, :count] = torch.where(together, past[:, first], past[:, :count])
-        self.position = torch.tensor(step, dtype=torch.int32, device="cuda")
-        self.starts = None
-        if starts:
-            slots = torch.randint(0, step + 1, (count // beam + 1,), device="cuda")
-            slots[:2] = torch.tensor((0, step))[: len(slots)]
-            self.starts = slots.repeat_interleave(beam)[:count].int()
-            none = torch.arange(step, device="cuda")[:, None] < self.starts
-            past[:, :count] = torch.where(none, rows - 1, past[:, :count].clamp(max=rows - 2))
-            self.both[:, :, rows - 1] = torch.nan
+        # A row is no one's ancestor at the position that it writes.
+        now = torch.arange(step, device="cuda")[:, None] == self.steps
+        now = torch.nn.functional.pad(now, (0, spare))
+        past.masked_fill_(now.gather(1, past.long()), count)
 
     def cache(self, both):
         """(keys, values), whose rows are parts of wider rows."""
@@ -70,27 +68,23 @@ class Past:
         """The op's arguments, with copies of the cache, because a call writes to it."""
         dtype = dtype or self.qkv.dtype
         cache = self.cache(self.both.to(dtype, copy=True))
-        settings = self.heads, self.scale, self.beam, self.starts
-        return self.qkv.to(dtype), *cache, self.ancestry, self.position, *settings
+        settings = self.heads, self.scale, self.beam
+        return self.qkv.to(dtype), *cache, self.ancestry, self.steps, *settings
 
     def plain(self):
         """Computed by plain torch in the dtype of the case, with a copy of the history for every
         hypothesis."""
         q, new_k, new_v = (x.unflatten(1, (self.heads, -1)) for x in self.qkv.chunk(3, 1))
         row = self.ancestry[: self.step, : self.count].long()
-        place = torch.arange(self.step, device="cuda")[:, None].expand_as(row)
-        hidden = torch.zeros_like(row, dtype=torch.bool)
-        if self.starts is not None:
-            hidden = place < self.starts
-            place = place.maximum(self.starts).clamp(max=self.step - 1)
-            row = row.gather(0, place).clamp(max=len(self.keys[0]) - 2)
+        place = torch.arange(self.step, device="cuda")[:, None]
         k, v = (
             torch.cat((x[place, row].unflatten(2, (self.heads, -1)), new[None]))
             for x, new in ((self.keys, new_k), (self.values, new_v))
         )
-        hidden = torch.nn.functional.pad(hidden.t(), (0, 1))[:, None]
         scores = self.scale * torch.einsum("nhd,knhd->nhk", q, k)
-        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+        hidden = torch.arange(self.step + 1, device="cuda") >= self.steps[:, None]
+        hidden[:, -1] = False  # the new token
+        weights = torch.softmax(scores.masked_fill(hidden[:, None], -torch.inf), -1)
         return torch.einsum("nhk,knhd->nhd", weights, v).flatten(1)
 
 

@@ -188,9 +188,10 @@ def test_rows_that_only_fairseq_has_take_no_part(both: Both, dtype: torch.dtype)
     assert torch.equal(scores[:, both.rows], expected[:, both.rows])
     assert not scores[:, alone].exp().any()
     # Every other word comes first, so a beam that leaves some words out never has them.
-    progress = torch.tensor([3, 9, 1, 0, 0], dtype=torch.int32)
+    steps, last_steps = torch.tensor([[3], [9]], dtype=torch.int32).expand(2, 64)
+    count = len(both.rows) - 1
     _, found = ops.beam_candidates(
-        logits, torch.zeros(64), progress, len(both.rows) - 1, PAD, EOS, 3, 0, 0.0, 1.0
+        logits, torch.zeros(64), steps, last_steps, count, PAD, EOS, 3, 0, 0, 0.0, 1.0
     )
     assert not torch.isin(found, torch.tensor(alone)).any()
 

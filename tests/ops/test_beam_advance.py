@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, ops
-from lightseq_fairseq.ops.beam_search import Progress
 
 fairseq_compat.prepare()
 
 from fairseq.search import DiverseBeamSearch  # noqa: E402
 
 EOS, V, P, MAX_LEN = 2, 12, 9, 7
-NAMES = ("progress", "sentences", "tokens", "scores", "ancestry", "past_tokens", "past_scores",
-         "hypothesis_tokens", "hypothesis_scores", "lengths", "totals", "reports")  # fmt: skip
+NAMES = (
+    "last_steps", "progress", "sentences", "steps", "places", "tokens", "scores", "ancestry",
+    "past_tokens", "past_scores", "hypothesis_tokens", "hypothesis_scores", "lengths", "totals",
+    "reports",
+)  # fmt: skip
 
 
 def state(sentences: list[int], beam: int, rows: int, groups: int = 1) -> dict[str, Tensor]:
@@ -30,18 +32,21 @@ def state(sentences: list[int], beam: int, rows: int, groups: int = 1) -> dict[s
     scores = torch.full((count,), -torch.inf)
     scores.view(-1, beam)[:, :groups] = 0.0
     return {
-        "progress": torch.tensor([0, MAX_LEN, len(sentences), 0, 0], dtype=torch.int32),
+        "last_steps": torch.full((count,), MAX_LEN, dtype=torch.int32),
+        "progress": torch.zeros(2, dtype=torch.int32),
         "sentences": torch.tensor(sentences, dtype=torch.int32),
+        "steps": torch.zeros(count, dtype=torch.int32),
+        "places": torch.zeros(count, dtype=torch.int32),
         "tokens": torch.full((count,), EOS, dtype=torch.int32),
         "scores": scores,
         "ancestry": torch.full((P, rows), -7, dtype=torch.int32),
         "past_tokens": torch.full((P, rows), -7, dtype=torch.int32),
         "past_scores": torch.full((P, rows), torch.nan),
-        "hypothesis_tokens": torch.full((P, rows), -7, dtype=torch.int32),
-        "hypothesis_scores": torch.full((P, rows), torch.nan),
+        "hypothesis_tokens": torch.full((rows, P), -7, dtype=torch.int32),
+        "hypothesis_scores": torch.full((rows, P), torch.nan),
         "lengths": torch.zeros(rows, dtype=torch.int32),
         "totals": torch.full((rows,), torch.nan),
-        "reports": torch.full((2, 2), -7, dtype=torch.int32),
+        "reports": torch.zeros(len(sentences) + 1, dtype=torch.int32),
     }
 
 
@@ -145,7 +150,7 @@ def test_a_whole_search(beam: int, is_sampled: bool, penalty: float) -> None:
     numbers = [3, 0, 1, 4, 2]
     tensors = state(numbers, beam, 5 * beam + 2, beam if is_sampled else 1)
     sentences = {n: Sentence(beam, [Hypothesis() for _ in range(beam)]) for n in numbers}
-    before = [-7, -7]
+    before: set[int] = set()
     for step in range(MAX_LEN + 1):
         found = random_candidates(tensors["scores"], 1 if is_sampled else 2 * beam, step)
         slots = tensors["sentences"].tolist()
@@ -157,11 +162,12 @@ def test_a_whole_search(beam: int, is_sampled: bool, penalty: float) -> None:
                 sentences[number].advance(candidates, step)
         ended = {n for n, sentence in sentences.items() if sentence.is_finished}
         assert set(tensors["sentences"].tolist()) - {-1} == set(numbers) - ended
-        done, unfinished = step + 1, len(numbers) - len(ended)
-        assert tensors["progress"].tolist() == [done, MAX_LEN, unfinished, 0, 0]
-        assert tensors["reports"][done % 2].tolist() == [done, unfinished]
-        assert tensors["reports"][step % 2].tolist() == before
-        before = [done, unfinished]
+        assert tensors["progress"].tolist() == [step + 1, 0]
+        reports = tensors["reports"].tolist()
+        assert reports[0] == step + 1
+        now = {numbers[place] for place, count in enumerate(reports[1:]) if count == step + 1}
+        assert now == ended - before
+        before = ended
         for place, number in enumerate(numbers):
             rows = slice(place * beam, (place + 1) * beam)
             alive = sentences[number].alive
@@ -176,8 +182,8 @@ def test_a_whole_search(beam: int, is_sampled: bool, penalty: float) -> None:
         for place, hypothesis in enumerate(sentence.results):
             column, length = number * beam + place, len(hypothesis.tokens)
             assert tensors["lengths"][column] == length
-            assert tensors["hypothesis_tokens"][:length, column].tolist() == hypothesis.tokens
-            assert tensors["hypothesis_scores"][:length, column].tolist() == hypothesis.scores
+            assert tensors["hypothesis_tokens"][column, :length].tolist() == hypothesis.tokens
+            assert tensors["hypothesis_scores"][column, :length].tolist() == hypothesis.scores
             expected = torch.tensor(hypothesis.scores[-1]) / length**penalty
             torch.testing.assert_close(tensors["totals"][column], expected)
     assert (tensors["lengths"] > 0).sum() == sum(len(s.results) for s in sentences.values())
@@ -194,7 +200,8 @@ def test_rules_of_transformers(
     torch.manual_seed(beam)
     numbers = list(range(20))
     tensors = state(numbers, beam, 20 * beam)
-    tensors["progress"][Progress.STEP] = tensors["progress"][Progress.PROMPT] = prompt
+    tensors["steps"] += prompt
+    tensors["places"] += prompt
     tensors["past_scores"][:prompt] = 0.0
     tensors["ancestry"][:prompt] = torch.arange(20 * beam) // beam * beam
     read = Hypothesis([-7] * (prompt - 1) + [EOS] * (prompt > 0), [0.0] * prompt)
@@ -209,7 +216,7 @@ def test_rules_of_transformers(
         for number in tensors["sentences"].clone()[tensors["sentences"] >= 0].tolist():
             rows = slice(number * beam, (number + 1) * beam)
             sentences[number].advance(merged(found[0][rows], found[1][rows], beam), step)
-        advance(found, tensors, beam, 1, 0.0, EOS, penalty, rules[early_stopping])
+        advance(found, tensors, beam, 1, 0.0, EOS, penalty, rules[early_stopping], prompt)
         finished = [sentence.is_finished for sentence in sentences]
         assert tensors["sentences"].lt(0).tolist() == finished
         if step == MAX_LEN - 1:
@@ -222,8 +229,8 @@ def test_rules_of_transformers(
         order = totals.masked_fill(lengths == 0, -torch.inf).argsort(descending=True)
         for place, hypothesis, total in zip(order, sentence.results, sentence.totals()):
             column, length = number * beam + int(place), len(hypothesis.tokens)
-            assert tensors["hypothesis_tokens"][:length, column].tolist() == hypothesis.tokens
-            assert tensors["hypothesis_scores"][:length, column].tolist() == hypothesis.scores
+            assert tensors["hypothesis_tokens"][column, :length].tolist() == hypothesis.tokens
+            assert tensors["hypothesis_scores"][column, :length].tolist() == hypothesis.scores
             assert lengths[place] == length
             torch.testing.assert_close(totals[place], torch.tensor(total))
 
@@ -279,10 +286,45 @@ def test_slots_of_no_sentence_are_left_alone() -> None:
     advance(found, tensors, 2, 1, 0.0, EOS, 1.0, 0)
     for name in ("tokens", "scores"):
         assert torch.equal(tensors[name][:2], before[name][:2])
-    for name in ("ancestry", "past_tokens", "past_scores", "hypothesis_tokens"):
-        for columns in ((0, 1), (4, 5)):
+    for columns in ((0, 1), (4, 5)):
+        for name in ("ancestry", "past_tokens", "past_scores"):
             kept = tensors[name][:, columns], before[name][:, columns]
             assert torch.equal(*(x.nan_to_num(9.0) for x in kept)), name
+        kept = (each["hypothesis_tokens"][(columns,)] for each in (tensors, before))
+        assert torch.equal(*kept)
+    assert tensors["steps"].tolist() == tensors["places"].tolist() == [0, 0, 1, 1]
+    assert tensors["reports"].tolist() == [1, 0, 0]
+
+
+def test_sentences_that_began_at_different_steps() -> None:
+    """Each is searched as if it were alone."""
+    torch.manual_seed(4)
+    beam, starts = 3, [0, 2, 3]
+    together = state([0, 1, 2], beam, 3 * beam)
+    alone = [state([0], beam, beam) for _ in starts]
+    seeds = iter(range(100))
+    for step in range(MAX_LEN + 1 + max(starts)):
+        begun = [step >= start for start in starts]
+        together["sentences"].copy_(
+            torch.tensor([n if b and alone[n]["sentences"][0] == 0 else -1
+                          for n, b in enumerate(begun)])
+        )  # fmt: skip
+        found = []
+        for one, start in zip(alone, starts, strict=True):
+            torch.manual_seed(next(seeds))
+            its = random_candidates(one["scores"], 2 * beam, step - start)
+            found.append(its)
+            if step >= start:
+                advance(its, one, beam, 1, 0.0, EOS, 1.0, 0)
+        both = torch.cat([x for x, _ in found]), torch.cat([x for _, x in found])
+        advance(both, together, beam, 1, 0.0, EOS, 1.0, 0)
+    for number, one in enumerate(alone):
+        rows = slice(number * beam, (number + 1) * beam)
+        for name in ("steps", "places"):
+            assert torch.equal(together[name][rows], one[name])
+        for name in ("lengths", "totals", "hypothesis_tokens", "hypothesis_scores"):
+            mine, its = (x.nan_to_num(9.0) for x in (together[name][rows], one[name]))
+            assert torch.equal(mine, its), name
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -300,6 +342,6 @@ def test_wrong_arguments_are_refused() -> None:
 
     refused("W must be 1 or twice the beam, 8, got 4", beam=4, sentences=tensors["sentences"][:1])
     refused("reports must be on the CPU, is on meta", reports=tensors["reports"].to("meta"))
-    small = {n: t[:, :3] for n, t in tensors.items() if t.dim() == 2}
-    vectors = {n: tensors[n][:3] for n in ("lengths", "totals")}
-    refused("4 hypotheses do not fit into 3 rows", **small, **vectors)
+    refused("reports must have more than 2 numbers, got 2", reports=tensors["reports"][:2])
+    small = {n: tensors[n][:, :3] for n in ("ancestry", "past_tokens", "past_scores")}
+    refused("4 hypotheses do not fit into 3 rows", **small)

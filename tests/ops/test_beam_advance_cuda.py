@@ -16,24 +16,35 @@ INF = torch.inf
 
 def state(
     sentences: list[int], beam: int, positions: int, step: int, max_len: int = MAX_LEN,
-    most: int | None = None,
+    most: int | None = None, mixed: bool = False,
 ):  # fmt: skip
-    """The state amid a search, by name, with up to ``most`` results of earlier steps."""
+    """The state amid a search, by name, with up to ``most`` results of earlier steps.
+
+    mixed: slots other than the first are at earlier steps.
+    """
     count, rows = len(sentences) * beam, (max([*sentences, len(sentences)]) + 1) * beam + 3
     tensors = {
-        "progress": torch.tensor([step, max_len, len(sentences), 0, 0]),
+        "last_steps": torch.full((count,), max_len),
+        "progress": torch.tensor([step, 0]),
         "sentences": torch.tensor(sentences),
+        "steps": torch.full((count,), step),
+        "places": torch.full((count,), step),
         "tokens": torch.randint(4, V, (count,)),
         "scores": torch.randn(count),
         "ancestry": torch.full((positions, rows), -9),
         "past_tokens": torch.randint(4, V, (positions, rows)),
         "past_scores": torch.randn(positions, rows),
-        "hypothesis_tokens": torch.full((positions, rows), -5),
-        "hypothesis_scores": torch.full((positions, rows), -5.0),
+        "hypothesis_tokens": torch.full((rows, positions), -5),
+        "hypothesis_scores": torch.full((rows, positions), -5.0),
         "lengths": torch.zeros(rows),
         "totals": torch.full((rows,), -5.0),
-        "reports": torch.full((2, 2), -5),
+        "reports": torch.full((len(sentences) + 1,), -5),
     }
+    if mixed:
+        slots = torch.arange(count) // beam
+        tensors["steps"] -= slots % (step + 1)
+        tensors["last_steps"] = torch.where(slots % 4 == 3, tensors["steps"], max_len)
+        tensors["places"] = (tensors["steps"] - slots % 2).clamp_min(0)  # a pad before some prompts
     for slot in range(len(sentences)):
         mine = slice(slot * beam, (slot + 1) * beam)
         tensors["ancestry"][:step, mine] = mine.start + torch.randint(0, beam, (step, beam))
@@ -89,6 +100,16 @@ def test_beam_search(step, beam):
         same_as_reference(found, tensors, beam, 1, 0.0, EOS, 0.6, 0)
 
 
+@pytest.mark.parametrize("beam", [1, 4, 5, 64])
+@pytest.mark.parametrize("stopping", range(4))
+def test_slots_at_different_steps(stopping, beam):
+    torch.manual_seed(beam)
+    for step in (1, 9, 66):
+        tensors = state([4, 0, -1, 2, 6, 1, 3, 5], beam, MAX_LEN + 2, step, mixed=True)
+        found = candidates(8 * beam, beam, False)
+        same_as_reference(found, tensors, beam, 1, 0.0, EOS, 0.6, stopping)
+
+
 @pytest.mark.parametrize("beam", [1, 2, 5, 8, 32, 55, 64])
 @pytest.mark.parametrize("stopping", [1, 2, 3])
 def test_rules_of_transformers(stopping, beam):
@@ -100,10 +121,10 @@ def test_rules_of_transformers(stopping, beam):
     ):
         tensors = state([2, -1, 0, 5, 1], beam, MAX_LEN + 2, step, most=beam)
         tensors["totals"] += better * (tensors["lengths"] > 0)
-        tensors["progress"][4] = step // 2  # tokens of a prompt
         found = candidates(5 * beam, beam, False)
-        same_as_reference(found, tensors, beam, 1, 0.0, EOS, penalty, stopping)
-        ended += int(tensors["progress"][2] < 5) if step < MAX_LEN else 0
+        prompt = step // 2
+        same_as_reference(found, tensors, beam, 1, 0.0, EOS, penalty, stopping, prompt)
+        ended += int(tensors["sentences"].lt(0).sum() > 1) if step < MAX_LEN else 0
     assert ended or beam > 5
 
 
@@ -136,7 +157,7 @@ def test_a_whole_search(stopping):
     for _ in range(19):
         found = candidates(slots * beam, beam, False)
         same_as_reference(found, tensors, beam, 1, 0.0, EOS, 0.6, stopping)
-    assert tensors["progress"].tolist() == [19, 18, 0, 0, 0] and tensors["sentences"].eq(-1).all()
+    assert tensors["progress"].tolist() == [19, 0] and tensors["sentences"].eq(-1).all()
 
 
 @pytest.mark.parametrize("beam", [4, 5, 64])
@@ -156,7 +177,7 @@ def test_all_end_at_once(beam):
 def test_nobody_there():
     tensors = state([], 4, 20, 3)
     same_as_reference(candidates(0, 4, False), tensors, 4, 1, 0.0, EOS, 1.0, 0)
-    assert tensors["progress"][0] == 4 and tensors["reports"][0].tolist() == [4, 0]
+    assert tensors["progress"][0] == 4 and tensors["reports"].tolist() == [4]
 
 
 def test_one_graph_serves_all_steps():
@@ -202,9 +223,8 @@ def test_kernels_wait_for_each_other(slots):
             torch.cuda._sleep(20_000)
             shifted = logits.roll(step, 1)
             shifted.add_(on_gpu["tokens"][:, None] % 7)
-            found = ops.beam_candidates(
-                shifted, on_gpu["scores"], on_gpu["progress"], 2 * beam, 1, EOS, 3, 0, 0.0, 1.0
-            )
+            at, rules = (on_gpu["steps"], on_gpu["last_steps"]), (1, EOS, 3, 0, 0, 0.0, 1.0)
+            found = ops.beam_candidates(shifted, on_gpu["scores"], *at, 2 * beam, *rules)
             wait()
             ops.beam_advance(*found, *on_gpu.values(), beam, 1, 0.0, EOS, 0.6, 0)
             wait()
@@ -216,7 +236,7 @@ def test_kernels_wait_for_each_other(slots):
     torch.manual_seed(1)
     for name, x in search(lambda: None).items():
         assert torch.equal(x, paused[name]), name
-    assert paused["progress"].tolist() == [steps + 1, steps, 0, 0, 0]
+    assert paused["progress"].tolist() == [steps + 1, 0]
 
 
 @pytest.mark.parametrize("slots", [1, 700])
@@ -235,8 +255,7 @@ def test_whoever_sees_the_report_sees_the_results(slots):
         torch.cuda.synchronize()
         ops.beam_advance(*found_there, *on_gpu.values(), beam, 1, 0.0, EOS, 0.6, 0)
         torch.cuda._sleep(200_000_000)
-        row = on_gpu["reports"][(step + 1) % 2]
-        while int(row[0]) != step + 1:
+        while int(on_gpu["reports"][0]) != step + 1:
             assert not torch.cuda.current_stream().query(), "nobody has reported"
         with torch.cuda.stream(beside):
             for name in kept:
@@ -259,14 +278,9 @@ def test_refusals():
     on_device = [x.cuda() for x in found]
     with pytest.raises(RuntimeError, match="beam_advance: ancestry must be contiguous"):
         ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0, 0)
-    shifted = torch.zeros(5, dtype=torch.int32).pin_memory()[1:].view(2, 2)
-    for reports, message in (
-        (tensors["reports"], "reports must be in pinned memory of the CPU"),
-        (shifted, "reports must be aligned to 8 bytes"),
-    ):
-        on_gpu = {**to_gpu(tensors), "reports": reports}
-        with pytest.raises(RuntimeError, match=f"beam_advance: {message}"):
-            ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0, 0)
+    on_gpu = {**to_gpu(tensors), "reports": tensors["reports"]}
+    with pytest.raises(RuntimeError, match="beam_advance: reports must be in pinned memory of"):
+        ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0, 0)
     on_gpu = {name: x.cuda() for name, x in tensors.items()}
     with pytest.raises(ValueError, match="beam_advance: reports must be on the CPU, is on cuda"):
         ops.beam_advance(*on_device, *on_gpu.values(), 4, 1, 0.0, EOS, 1.0, 0)

@@ -11,7 +11,6 @@ from helpers.ops_testing import make_rng
 from torch import Tensor
 
 from lightseq_fairseq import fairseq_compat, ops
-from lightseq_fairseq.ops.beam_search import Progress
 from lightseq_fairseq.ops.philox import uniforms
 
 fairseq_compat.prepare()
@@ -38,14 +37,16 @@ class Words:
         return V
 
 
-def progress(step: int, max_len: int = 9) -> Tensor:
-    values = [0] * len(Progress)
-    values[Progress.STEP], values[Progress.MAX_LEN] = step, max_len
-    return torch.tensor(values, dtype=torch.int32)
+def at(step: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The steps and last steps of some rows, which are all at the same step."""
+    steps = torch.tensor([[step], [9]], dtype=torch.int32).expand(2, rows)
+    return steps[0], steps[1]
 
 
-def rules(min_len: int = 2, unk_penalty: float = 0.0, temperature: float = 1.0) -> tuple[Any, ...]:
-    return PAD, EOS, UNK, min_len, unk_penalty, temperature
+def rules(
+    min_len: int = 2, unk_penalty: float = 0.0, temperature: float = 1.0, min_len_from: int = 0
+) -> tuple[Any, ...]:
+    return PAD, EOS, UNK, min_len, min_len_from, unk_penalty, temperature
 
 
 def fairseqs(logits: Tensor, step: int, max_len: int, min_len: int, unk_penalty: float,
@@ -77,7 +78,7 @@ def test_candidates_are_fairseqs(
 ) -> None:
     logits, scores = random_rows(S * beam, dtype)
     found, tokens = ops.beam_candidates(
-        logits, scores, progress(step), 2 * beam, *rules(2, unk_penalty, temperature)
+        logits, scores, *at(step, S * beam), 2 * beam, *rules(2, unk_penalty, temperature)
     )
     assert found.dtype == torch.float32 and tokens.dtype == torch.int32
     lprobs = fairseqs(logits, step, 9, 2, unk_penalty, temperature)
@@ -94,19 +95,42 @@ def test_candidates_are_fairseqs(
 def test_only_the_end_at_the_end() -> None:
     logits, scores = random_rows(4)
     for step in (9, 10):
-        found, tokens = ops.beam_candidates(logits, scores, progress(step), 4, *rules())
+        found, tokens = ops.beam_candidates(logits, scores, *at(step, 4), 4, *rules())
         assert (tokens[:, 0] == EOS).all() and found[:, 0].isfinite().all()
         assert found[:, 1:].isneginf().all()
-    found, _ = ops.beam_candidates(logits, scores, progress(9), 4, *rules(min_len=10))
+    found, _ = ops.beam_candidates(logits, scores, *at(9, 4), 4, *rules(min_len=10))
     assert found.isneginf().all()
+
+
+def test_each_row_has_its_own_step() -> None:
+    logits, scores = random_rows(5)
+    logits[:, EOS] = 9.0
+    steps = torch.tensor([0, 1, 3, 8, 9], dtype=torch.int32)
+    last = torch.tensor([9, 9, 3, 9, 9], dtype=torch.int32)
+    sentences, rng = torch.arange(5, dtype=torch.int32), make_rng()
+    for min_len_from in (0, 1):
+        settings = rules(3, min_len_from=min_len_from)
+        found = ops.beam_candidates(logits, scores, steps, last, 4, *settings)
+        drawn = ops.beam_sample(logits, scores, sentences, steps, last, rng, 1, 0, 0.0, *settings)
+        for row in range(5):
+            one = slice(row, row + 1)
+            mine = logits[one], scores[one]
+            alone = ops.beam_candidates(*mine, steps[one], last[one], 4, *settings)
+            assert all(torch.equal(x[one], y) for x, y in zip(found, alone, strict=True))
+            its = sentences[one], steps[one], last[one], rng
+            alone = ops.beam_sample(*mine, *its, 1, 0, 0.0, *settings)
+            assert all(torch.equal(x[one], y) for x, y in zip(drawn, alone, strict=True))
+        ends = (found[1] == EOS) & found[0].isfinite()
+        assert bool(ends[0].any()) == (min_len_from == 1) and not ends[1].any()
+        assert found[0][[2, 4], 1:].isneginf().all() and (found[1][[2, 4], 0] == EOS).all()
 
 
 def test_among_equals_the_lowest_token_comes_first() -> None:
     logits = torch.zeros(2, V)
     logits[1, 10:15] = 4.0
-    _, tokens = ops.beam_candidates(logits, torch.zeros(2), progress(3), 4, *rules())
+    _, tokens = ops.beam_candidates(logits, torch.zeros(2), *at(3, 2), 4, *rules())
     assert tokens.tolist() == [[0, 2, 3, 4], [10, 11, 12, 13]]
-    _, tokens = ops.beam_candidates(logits, torch.zeros(2), progress(3), 8, *rules())
+    _, tokens = ops.beam_candidates(logits, torch.zeros(2), *at(3, 2), 8, *rules())
     assert tokens.tolist() == [[0, 2, 3, 4, 5, 6, 7, 8], [10, 11, 12, 13, 14, 0, 2, 3]]
 
 
@@ -116,7 +140,7 @@ def test_rows_without_a_hypothesis_and_without_numbers() -> None:
     logits[1] = torch.nan
     logits[2, 7] = torch.nan  # the softmax then makes the whole row NaN
     logits[3, 7] = -INF
-    found, tokens = ops.beam_candidates(logits, scores, progress(3), 4, *rules())
+    found, tokens = ops.beam_candidates(logits, scores, *at(3, 4), 4, *rules())
     assert found[:3].isneginf().all() and found[3].isfinite().all()
     assert tokens[:3].tolist() == [[0, 1, 2, 3]] * 3
     sentences = torch.arange(4, dtype=torch.int32)
@@ -130,7 +154,7 @@ def sample(
     topp: float = 0.0, rng: Tensor | None = None, options: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return ops.beam_sample(
-        logits, scores, sentences, progress(step), make_rng() if rng is None else rng,
+        logits, scores, sentences, *at(step, len(logits)), make_rng() if rng is None else rng,
         len(logits) // len(sentences), topk, topp, *(options or rules()),
     )  # fmt: skip
 
@@ -200,7 +224,7 @@ def test_a_draw_depends_on_sentence_place_and_step_alone() -> None:
 
 def test_uniform_numbers_are_the_generators_first_words() -> None:
     rows = torch.tensor([0, 5, 2**33 + 1])
-    numbers = uniforms(make_rng(3, 1), 0, rows, 11)
+    numbers = uniforms(make_rng(3, 1), 0, rows, torch.tensor([11, 11, 11]))
     # Sixteen bits of word 0 decide columns 88 and 89 of dropout's mask.
     for p in (0.25, 0.5, 0.8):
         mask = ops.keep_mask(make_rng(3, 1), 0, rows, 90, p)[:, 89]
@@ -211,4 +235,4 @@ def test_uniform_numbers_are_the_generators_first_words() -> None:
 def test_as_many_candidates_as_words_are_refused() -> None:
     logits, scores = random_rows(6)
     with pytest.raises(ValueError, match=f"count must be at least 1 and below V, got {V}"):
-        ops.beam_candidates(logits, scores, progress(3), V, *rules())
+        ops.beam_candidates(logits, scores, *at(3, 6), V, *rules())

@@ -28,21 +28,25 @@ def on_grid(rows, classes, dtype=torch.float32, seed=0):
     return x.mul_(3).mul_(8).round_().div_(8).to(dtype)
 
 
-def progress_of(step, max_len=50):
-    return torch.tensor([step, max_len, 7, 0, 0], dtype=torch.int32, device="cuda")
+def at(step, rows, last_step=50):
+    """The steps and last steps of some rows, which are all at the same step."""
+    steps = torch.tensor([[step], [last_step]], dtype=torch.int32, device="cuda")
+    return steps.expand(2, rows).contiguous().unbind()
 
 
-def rules(min_len=0, unk_penalty=0.0, temperature=1.0, pad=PAD, eos=EOS, unk=UNK):
-    return pad, eos, unk, min_len, unk_penalty, temperature
+def rules(min_len=0, unk_penalty=0.0, temperature=1.0, pad=PAD, eos=EOS, unk=UNK, min_len_from=0):
+    return pad, eos, unk, min_len, min_len_from, unk_penalty, temperature
 
 
-def same_as_reference(logits, scores, progress, count, options):
+def same_as_reference(logits, scores, step, count, options):
+    """step: of all rows, or the steps and last steps of each."""
+    steps = at(step, len(logits)) if isinstance(step, int) else step
     poison_cache()
-    ours = ops.beam_candidates(logits, scores, progress, count, *options)
-    wanted = ops.REFERENCES["beam_candidates"](logits, scores, progress, count, *options)
+    ours = ops.beam_candidates(logits, scores, *steps, count, *options)
+    wanted = ops.REFERENCES["beam_candidates"](logits, scores, *steps, count, *options)
     torch.testing.assert_close(ours[0], wanted[0], rtol=1e-5, atol=2e-5)
     assert torch.equal(ours[1], wanted[1])
-    again = ops.beam_candidates(logits, scores, progress, count, *options)
+    again = ops.beam_candidates(logits, scores, *steps, count, *options)
     assert all(map(torch.equal, ours, again))
 
 
@@ -53,7 +57,7 @@ def test_candidates(count, classes, dtype):
     logits = on_grid(7, classes, dtype)
     scores = torch.tensor([0.0, -3.25, -INF, -1.0, -70.5, 0.0, -2.0], device="cuda")
     if count < classes:
-        same_as_reference(logits, scores, progress_of(5), count, rules())
+        same_as_reference(logits, scores, 5, count, rules())
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -70,7 +74,22 @@ def test_rules(rows, classes, step, dtype):
         logits[:, [pad, eos, unk]] = logits.amax(1, keepdim=True) + 1
         for options in ({}, {"min_len": 1}, {"min_len": 51}, {"unk_penalty": 1.5}):
             settings = rules(**options, pad=pad, eos=eos, unk=unk)
-            same_as_reference(logits, scores, progress_of(step), 10, settings)
+            same_as_reference(logits, scores, step, 10, settings)
+
+
+@pytest.mark.parametrize("rows", [5, MANY])
+def test_each_row_has_its_own_step(rows):
+    logits, scores = on_grid(rows, 1003), torch.zeros(rows, device="cuda")
+    logits[:, EOS] = logits.amax(1) + 1
+    number = torch.arange(rows, dtype=torch.int32, device="cuda")
+    steps = number % 7, 4 + number % 3
+    for min_len_from in (0, 1):
+        same_as_reference(logits, scores, steps, 10, rules(2, min_len_from=min_len_from))
+        sentences, rng = number, make_rng().cuda()
+        settings = sentences, *steps, rng, 1, 1, 0.0, *rules(2, min_len_from=min_len_from)
+        drawn = ops.beam_sample(logits, scores, *settings)
+        wanted = ops.REFERENCES["beam_sample"](logits, scores, *settings)
+        assert torch.equal(drawn[1], wanted[1])
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
@@ -80,7 +99,7 @@ def test_temperature(temperature, penalty):
     # would decide.
     logits, scores = on_grid(9, 777), torch.zeros(9, device="cuda")
     options = rules(0, penalty, temperature)
-    same_as_reference(logits, scores, progress_of(5), 10, options)
+    same_as_reference(logits, scores, 5, 10, options)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +121,7 @@ def test_ties(count, rows, classes):
         one_thread[:, 1024 + first :: 1024] = ramp[: len(range(1024 + first, classes, 1024))] + 1
     scores = torch.zeros(rows, device="cuda")
     for logits in (zeros, zeros + ramp, zeros - ramp, few, one_thread, one_block, two_values):
-        same_as_reference(logits, scores, progress_of(5), count, rules())
+        same_as_reference(logits, scores, 5, count, rules())
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -114,7 +133,7 @@ def test_nan_and_infinities(classes, dtype):
     logits[4, ::2] = -INF
     logits[5, :] = -INF
     logits[5, 250] = 1.0
-    same_as_reference(logits, torch.zeros(6, device="cuda"), progress_of(5), 10, rules())
+    same_as_reference(logits, torch.zeros(6, device="cuda"), 5, 10, rules())
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -123,7 +142,7 @@ def test_nan_and_infinities(classes, dtype):
 def test_rows_may_begin_anywhere(classes, shift, dtype):
     logits = on_grid(5, classes + 1100, dtype)[:, shift : shift + classes + shift]
     scores = torch.zeros(5, device="cuda")
-    same_as_reference(logits, scores, progress_of(5), 10, rules())
+    same_as_reference(logits, scores, 5, 10, rules())
     hypotheses = torch.arange(1, 6, dtype=torch.int32, device="cuda")
     drawn = draw(logits, scores, hypotheses, 1)
     assert torch.equal(drawn[1], draw(logits.contiguous(), scores, hypotheses, 1)[1])
@@ -136,7 +155,7 @@ def test_more_logits_than_32_bits_count():
     row = torch.arange(rows, device="cuda")
     logits[row, 10 + row % 40_000] = 3.0
     best, tokens = ops.beam_candidates(
-        logits, torch.zeros(rows, device="cuda"), progress_of(5), 2, *rules()
+        logits, torch.zeros(rows, device="cuda"), *at(5, rows), 2, *rules()
     )
     assert torch.equal(tokens[:, 0], (10 + row % 40_000).int()) and tokens[:, 1].eq(0).all()
     assert best[:, 0].eq(best[0, 0]).all()
@@ -144,23 +163,25 @@ def test_more_logits_than_32_bits_count():
 
 def test_one_graph_serves_all_steps():
     """Every replay reads logits, scores and the step on the device."""
-    logits, scores, progress = on_grid(6, 999), torch.zeros(6, device="cuda"), progress_of(0)
+    logits, scores = on_grid(6, 999), torch.zeros(6, device="cuda")
+    steps, last_steps = at(0, 6)
     sentences = torch.arange(2, dtype=torch.int32, device="cuda")
     rng, options = make_rng().cuda(), rules(min_len=2)
 
     def run():
-        drawn = ops.beam_sample(logits, scores, sentences, progress, rng, 3, 0, 0.0, *options)
-        return *ops.beam_candidates(logits, scores, progress, 8, *options), *drawn
+        its = steps, last_steps
+        drawn = ops.beam_sample(logits, scores, sentences, *its, rng, 3, 0, 0.0, *options)
+        return *ops.beam_candidates(logits, scores, *its, 8, *options), *drawn
 
     expected = []
     for step in (0, 2, 49, 50):
-        progress[0] = step
+        steps.fill_(step)
         expected.append(run())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = run()
     for step, wanted in zip((0, 2, 49, 50), expected, strict=True):
-        progress[0] = step
+        steps.fill_(step)
         graph.replay()
         assert all(map(torch.equal, results, wanted))
 
@@ -171,7 +192,7 @@ def test_one_graph_serves_all_steps():
 def sampling(logits, scores, sentences, beam, topk=0, topp=0.0, step=4, **options):
     """The arguments of the op."""
     settings = beam, topk, topp, *rules(**options)
-    return logits, scores, sentences, progress_of(step), make_rng().cuda(), *settings
+    return logits, scores, sentences, *at(step, len(logits)), make_rng().cuda(), *settings
 
 
 def draw(*arguments, **options) -> tuple[Tensor, Tensor]:
@@ -298,7 +319,7 @@ def test_nothing_to_say():
     assert tokens[:2].eq(EOS).all() and scores[:2].eq(-INF).all() and scores[2].isfinite()
     empty = torch.zeros(0, device="cuda")
     assert draw(logits[:0], empty, sentences[:0], 1)[1].shape == (0, 1)
-    arguments = logits[:0], empty, progress_of(1), 4, *rules()
+    arguments = logits[:0], empty, *at(1, 0), 4, *rules()
     assert [len(x) for x in ops.beam_candidates(*arguments)] == [0, 0]
 
 
@@ -306,21 +327,21 @@ def test_nothing_to_say():
     ("place", "change", "message"),
     [
         (0, lambda x: x.double(), "logits must be float32, float16 or bfloat16"),
-        (1, lambda x: torch.stack((x, x), 1)[:, 0], "scores and progress must be contiguous"),
-        (2, lambda x: torch.stack((x, x), 1)[:, 0], "scores and progress must be contiguous"),
-        (3, lambda count: 129, "count must be 1 to 128"),
-        (4, lambda pad: 400, r"pad, eos and unk must be in \[0, V\), got 400"),
-        (6, lambda unk: -1, r"pad, eos and unk must be in \[0, V\), got -1"),
-        (9, lambda temperature: 0.0, "temperature must be positive"),
+        (1, lambda x: torch.stack((x, x), 1)[:, 0], "scores, steps and last_steps must be contig"),
+        (3, lambda x: torch.stack((x, x), 1)[:, 0], "scores, steps and last_steps must be contig"),
+        (4, lambda count: 129, "count must be 1 to 128"),
+        (5, lambda pad: 400, r"pad, eos and unk must be in \[0, V\), got 400"),
+        (7, lambda unk: -1, r"pad, eos and unk must be in \[0, V\), got -1"),
+        (11, lambda temperature: 0.0, "temperature must be positive"),
     ],
 )
 def test_refusals(place, change, message):
-    arguments = [on_grid(3, 400), torch.zeros(3, device="cuda"), progress_of(3), 4, *rules()]
+    arguments = [on_grid(3, 400), torch.zeros(3, device="cuda"), *at(3, 3), 4, *rules()]
     arguments[place] = change(arguments[place])
     with pytest.raises(RuntimeError, match=f"beam_candidates: {message}"):
         ops.beam_candidates(*arguments)
-    if place in (0, 4):
-        arguments[3:4] = [make_rng().cuda(), 1, 0, 0.0]
+    if place in (0, 5):
+        arguments[4:5] = [make_rng().cuda(), 1, 0, 0.0]
         sentences = torch.arange(3, dtype=torch.int32, device="cuda")
         with pytest.raises(RuntimeError, match=f"beam_sample: {message}"):
             ops.beam_sample(*arguments[:2], sentences, *arguments[2:])

@@ -14,28 +14,31 @@ C = H * D
 
 
 class Past:
-    """A cache of `rows` rows and `step` past positions; values that must not be read are NaN."""
+    """A cache of `rows` rows and `step` past positions, of which every second hypothesis has half;
+    values that must not be read are NaN."""
 
-    def __init__(self, count=5, step=6, rows=8, dtype=torch.float64, starts=None):
+    def __init__(self, count=5, step=6, rows=8, dtype=torch.float64):
         torch.manual_seed(0)
-        self.step, self.starts = step, starts
+        self.steps = torch.tensor([step, step // 2] * count, dtype=torch.int32)[:count]
         self.qkv = torch.randn(count, 3 * C).to(dtype)
         both = poisoned(2, step + 2, rows, 2 * C, dtype=dtype)
         both[:, :step] = torch.randn(2, step, rows, 2 * C).to(dtype)
         self.keys, self.values = both[..., C:].unbind(0)  # rows of a wider matrix
         self.ancestry = torch.full((step + 2, rows), -9, dtype=torch.int32)
         self.ancestry[:step] = torch.randint(0, rows, (step, rows), dtype=torch.int32)
+        # A row is no one's ancestor at the position that it writes.
+        for row, position in enumerate(self.steps.tolist()):
+            at = self.ancestry[position]
+            at[at == row] = rows - 1
 
-    def arguments(self, step_dtype=torch.int64):
-        step = torch.tensor(self.step, dtype=step_dtype)
-        starts = () if self.starts is None else (1, torch.tensor(self.starts, dtype=torch.int32))
-        return self.qkv, self.keys, self.values, self.ancestry, step, H, SCALE, *starts
+    def arguments(self):
+        return self.qkv, self.keys, self.values, self.ancestry, self.steps, H, SCALE
 
     def of_hypothesis(self, n: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of a hypothesis, the new ones last: [step + 1, C]."""
-        rows, start = self.ancestry[: self.step, n], 0 if self.starts is None else self.starts[n]
-        places = range(start, self.step)
-        history = ([x[p, rows[p]] for p in places] for x in (self.keys, self.values))
+        """The keys and values of a hypothesis, the new ones last: [its step + 1, C]."""
+        step = int(self.steps[n])
+        rows = self.ancestry[:step, n]
+        history = ([x[p, rows[p]] for p in range(step)] for x in (self.keys, self.values))
         k, v = (torch.stack([*x, new[n]]) for x, new in zip(history, self.qkv.split(C, 1)[1:]))
         return k, v
 
@@ -78,36 +81,21 @@ def expected(queries, case):
 
 
 @pytest.mark.parametrize("step", [0, 1, 6])
-@pytest.mark.parametrize("step_dtype", [torch.int32, torch.int64])
-def test_self_equals_formula(step, step_dtype):
+def test_self_equals_formula(step):
     case = Past(step=step)
     queries, new_keys, new_values = case.qkv.split(C, 1)
     wanted = expected(queries, case)
     before = case.keys.clone(), case.values.clone()
-    torch.testing.assert_close(
-        ops.decode_self_attention(*case.arguments(step_dtype)), wanted, rtol=1e-12, atol=1e-12
-    )
+    found = ops.decode_self_attention(*case.arguments())
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     # The new rows are stored, and nothing else changes.
     for cache, old, new in zip(
         (case.keys, case.values), before, (new_keys, new_values), strict=True
     ):
-        assert torch.equal(cache[step, :5], new)
-        old[step, :5] = new
+        at = case.steps.long(), torch.arange(5)
+        assert torch.equal(cache[at], new)
+        old[at] = new
         assert torch.equal(cache.nan_to_num(99.0), old.nan_to_num(99.0))
-
-
-def test_self_from_a_start():
-    case = Past(starts=[0, 4, 6, 4, 1], rows=9)
-    case.ancestry[:6].clamp_(max=7)
-    for cache in (case.keys, case.values):
-        cache[:6, 8] = torch.nan
-    for row, start in enumerate(case.starts):
-        case.ancestry[:start, row] = 8
-    wanted = expected(case.qkv[:, :C], case)
-    assert wanted.isfinite().all()
-    torch.testing.assert_close(ops.decode_self_attention(*case.arguments()), wanted)
-    with pytest.raises(ValueError, match=r"starts must have shape \[5\], got \[1\]"):
-        ops.decode_self_attention(*case.arguments()[:-1], torch.zeros(1, dtype=torch.int32))
 
 
 def test_ancestry_is_as_good_as_moving_the_cache():
@@ -119,7 +107,8 @@ def test_ancestry_is_as_good_as_moving_the_cache():
     ancestry = torch.full((steps, count), -9, dtype=torch.int32)
     for step in range(steps):
         qkv = torch.randn(count, 3 * C, dtype=torch.float64)
-        out = ops.decode_self_attention(qkv, keys, values, ancestry, torch.tensor(step), H, SCALE)
+        at = torch.full((count,), step, dtype=torch.int32)
+        out = ops.decode_self_attention(qkv, keys, values, ancestry, at, H, SCALE)
         moved = torch.cat((moved, qkv[:, None, C:]), 1)
         for n in range(count):
             torch.testing.assert_close(out[n], formula(qkv[n, :C], *moved[n].split(C, 1)))
@@ -184,9 +173,10 @@ def test_nobody_there():
 
 
 def test_refusals():
-    qkv, *rest = Past().arguments()
+    qkv, keys, values, ancestry, steps, *rest = Past().arguments()
     with pytest.raises(ValueError, match="10 hypotheses do not fit into a cache of 8 rows"):
-        ops.decode_self_attention(qkv.repeat(2, 1), *rest)
+        many = qkv.repeat(2, 1), keys, values, ancestry, steps.repeat(2)
+        ops.decode_self_attention(*many, *rest)
     arguments = list(Source(3, [3, -1, 0]).arguments())
     arguments[3] = arguments[3][:1]
     with pytest.raises(ValueError, match="cu_seqlens must hold at least one sentence"):
@@ -196,8 +186,8 @@ def test_refusals():
 def test_step_and_boundaries_are_checked(monkeypatch):
     monkeypatch.delenv("LIGHTSEQ_CHECK_INDICES", raising=False)
     case = Past()
-    case.step = 8
-    with pytest.raises(ValueError, match=r"decode_self_attention: step must be in .* got 8"):
+    case.steps[2] = 8
+    with pytest.raises(ValueError, match=r"decode_self_attention: steps must be in .* got 8"):
         ops.decode_self_attention(*case.arguments())
     source = Source(3, [0])
     source.cu[2] = 0

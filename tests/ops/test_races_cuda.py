@@ -104,13 +104,13 @@ def test_decode_attention(sentences: int, width: int, dtype: torch.dtype) -> Non
     memory = on_gpu(dtype, 70 * sentences, 2 * channels)
     keys, values = memory.chunk(2, 1)
     cu = torch.arange(0, 70 * sentences + 1, 70).int().cuda()
-    step, numbers = torch.tensor(steps - 1).cuda(), torch.arange(sentences).int().cuda()
+    at, numbers = torch.full((rows,), steps - 1).int().cuda(), torch.arange(sentences).int().cuda()
     ancestry = ids(steps * rows, rows).int().view(steps, rows)
     ancestry[:20] = ancestry[:20, torch.arange(rows) // beam * beam]  # siblings share it
 
     def call() -> tuple[Tensor, ...]:
         settings = heads, width**-0.5
-        out = ops.decode_self_attention(qkv, *cache, ancestry, step, *settings, beam)
+        out = ops.decode_self_attention(qkv, *cache, ancestry, at, *settings, beam)
         crossed = ops.decode_cross_attention(out, keys, values, cu, numbers, beam, *settings)
         return out, crossed, cache
 
@@ -126,20 +126,25 @@ def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
         logits[0].view(-1, 512)[:, :8] = 1.0
         logits[1] = 0.0
         logits[1].view(-1, 512)[:, :72] = 1.0  # the same in each block of a row
-    sentences, progress = torch.arange(rows // 5).int().cuda(), torch.tensor([3, 9, 1, 0, 0]).cuda()
-    progress, rules = progress.int(), (1, 2, 3, 0, 0.5, 1.0)
+    sentences, rules = torch.arange(rows // 5).int().cuda(), (1, 2, 3, 0, 0, 0.5, 1.0)
+    steps, last_steps = torch.tensor([[3], [9]]).int().cuda().expand(2, rows).contiguous()
     memory = torch.zeros(10, rows).cuda()
 
     def call() -> tuple[Tensor, ...]:
-        found = ops.beam_candidates(logits, scores, progress, 10, *rules)
+        found = ops.beam_candidates(logits, scores, steps, last_steps, 10, *rules)
         drawn = ops.beam_sample(
-            logits, scores, sentences, progress, make_rng().cuda(), 5, 7, 0.0, *rules
+            logits, scores, sentences, steps, last_steps, make_rng().cuda(), 5, 7, 0.0, *rules
         )
-        moved = [x.clone() for x in (progress, sentences, found[1][:, 0].contiguous(), scores)]
-        history = [memory.int(), memory.int(), memory.clone(), memory.int(), memory.clone()]
+        progress = torch.zeros(2, dtype=torch.int32).cuda()
+        moved = [progress, sentences.clone(), steps.clone(), steps.clone()]
+        moved.append(found[1][:, 0].contiguous())
+        moved.append(scores.clone())
+        history = [memory.int(), memory.int(), memory.clone()]
+        history += [memory.t().int(), memory.t().clone(memory_format=torch.contiguous_format)]
         results = [memory[0].int(), memory[0].clone()]
-        reports = torch.zeros(2, 2, dtype=torch.int32).pin_memory()
-        ops.beam_advance(*found, *moved, *history, *results, reports, 5, 1, 0.0, 2, 1.0, 0)
+        reports = torch.zeros(rows // 5 + 1, dtype=torch.int32).pin_memory()
+        options = 5, 1, 0.0, 2, 1.0, 0
+        ops.beam_advance(*found, last_steps, *moved, *history, *results, reports, *options)
         return *found, *drawn, *moved, *history, *results, reports
 
     check(call)

@@ -24,7 +24,7 @@ from lightseq_fairseq.ops.update_scalars import KNOWN_RATES, Given, State
 
 T, C, V, H, P, SITE = 10, 8, 12, 2, 0.3, 5
 CU = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
-PROGRESS = torch.tensor([3, 5, 4, 0, 1], dtype=torch.int32)  # see ops.beam_search.Progress
+STEPS, LAST_STEPS = torch.tensor([[3], [5]], dtype=torch.int32).expand(2, T).contiguous()
 
 
 def randn(*shape: int) -> Tensor:
@@ -183,24 +183,25 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "flush_column_sums": lambda: (randn(V), True),
     "decode_self_attention": lambda: (
         *(randn(4, 48), randn(6, 5, 16), randn(6, 5, 16), torch.randint(0, 5, (6, 5)).int()),
-        *(torch.tensor(3), 2, 0.4, 2, torch.tensor([0, 0, 2, 2]).int()),
+        *(torch.tensor([3, 1, 0, 3]).int(), 2, 0.4),
     ),
     "decode_cross_attention": lambda: (
         *(randn(T, 16), randn(8, 16), randn(8, 16), CU, torch.tensor([2, -1, 0]).int(), 3, 2, 0.4),
     ),
     "beam_candidates": lambda: (
-        *(randn(T, V), randn(T).float(), PROGRESS.clone(), 4, 1, 2, 3, 1, 0.5, 1.5),
+        *(randn(T, V), randn(T).float(), STEPS, LAST_STEPS, 4, 1, 2, 3, 1, 0, 0.5, 1.5),
     ),
     "beam_sample": lambda: (
-        *(randn(T, V), randn(T).float(), torch.arange(T // 2).int(), PROGRESS.clone(), make_rng()),
-        *(2, 5, 0.0, 1, 2, 3, 1, 0.5, 1.5),
+        *(randn(T, V), randn(T).float(), torch.arange(T // 2).int(), STEPS, LAST_STEPS),
+        *(make_rng(), 2, 5, 0.0, 1, 2, 3, 1, 0, 0.5, 1.5),
     ),
     "beam_advance": lambda: (
         *(randn(T, 4).float().sort(1, True)[0], torch.randint(2, 5, (T, 4)).int()),
-        *(PROGRESS.clone(), torch.tensor([1, -1, 0, 3, 2]).int(), tokens(V).int()),
+        *(LAST_STEPS, torch.zeros(2).int(), torch.tensor([1, -1, 0, 3, 2]).int(), STEPS.clone()),
+        *(STEPS.clone(), tokens(V).int()),
         *(randn(T).float(), torch.randint(0, T, (6, T)).int(), torch.randint(0, V, (6, T)).int()),
-        *(randn(6, T).float(), torch.zeros(6, T).int(), randn(6, T).float()),
-        *(torch.zeros(T).int(), randn(T).float(), torch.zeros(2, 2).int()),
+        *(randn(6, T).float(), torch.zeros(T, 6).int(), randn(T, 6).float()),
+        *(torch.zeros(T).int(), randn(T).float(), torch.zeros(6).int()),
         *(2, 2, 0.5, 2, 0.6, 0),
     ),
     "update_scalars": lambda: (
@@ -218,7 +219,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 # The argument that stays on the host, in pinned memory.
-OF_THE_HOST = {"beam_advance": 13}
+OF_THE_HOST = {"beam_advance": 16}
 
 
 def arguments_of(name: str) -> tuple[Any, ...]:
@@ -295,7 +296,7 @@ def test_every_op_is_covered_and_exported():
         "cross_entropy_fwd_bwd(Tensor dloss, Tensor(a!) logits, Tensor target, float smoothing,"
         " int padding_idx, bool accuracy) -> (Tensor loss, Tensor nll, Tensor correct)",
         "decode_self_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor ancestry,"
-        " Tensor step, int heads, float scale, int beam=1, Tensor? starts=None) -> Tensor",
+        " Tensor steps, int heads, float scale, int beam=1) -> Tensor",
         "bias_activation_dropout_fwd(Tensor x, Tensor? bias, str activation, float dropout_p,"
         " Tensor dropout_rng, int dropout_site) -> Tensor",
         "embedding_fwd(Tensor tokens, Tensor weight, Tensor? positions, Tensor? position_weight,"

@@ -5,14 +5,17 @@
 
 Calls the same functions as fairseq-generate: its parser, ``load_model_ensemble``, the task's
 ``build_generator``, ``move_to_cuda`` and ``inference_step``. ``move_to_cuda`` leaves samples on the
-CPU for our search, as in lightseq-generate, and moves them to the GPU for fairseq's search.
+CPU for our search, as in lightseq-generate, and moves them to the GPU for fairseq's search. Also as
+there, our search takes batches of a number of tokens, which are parts of a test set, together.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +41,8 @@ def _run(given: argparse.Namespace, words: list[str]) -> None:
     from fairseq import checkpoint_utils, options, tasks, utils
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
+    from lightseq_fairseq.plugins.generator import together
+
     args = options.parse_args_and_arch(options.get_generation_parser(), words)
     cfg = convert_namespace_to_omegaconf(args)
     gpu = not given.cpu
@@ -52,16 +57,25 @@ def _run(given: argparse.Namespace, words: list[str]) -> None:
     generator = task.build_generator([model], cfg.generation)
     load_s = time.perf_counter() - began
 
-    def translate(sample: dict[str, Any]) -> list[int]:
+    def search(sample: dict[str, Any]) -> Any:
         sample = utils.move_to_cuda(sample) if gpu else sample
-        hypotheses = task.inference_step(generator, [model], sample)
+        return task.inference_step(generator, [model], sample)
+
+    def lengths(hypotheses: Any) -> list[int]:
         return [len(found[0]["tokens"].cpu()) for found in hypotheses]
+
+    def search_together(samples: Sequence[dict[str, Any]]) -> list[list[int]]:
+        calls = [functools.partial(search, sample) for sample in samples]
+        return [lengths(hypotheses) for hypotheses in together(generator, calls)]
 
     if given.case.new:
         samples = stopwatch.prompt_batches(task, given.case, given.sentences)
     else:
         samples = stopwatch.batches(task, cfg, given.sentences)
-    stopwatch.measure(given, samples, translate, load_s, memory)
+    stopwatch.measure(
+        given, samples, lambda sample: lengths(search(sample)), load_s, memory,
+        search_together if given.case.batch is None and not given.native else None,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

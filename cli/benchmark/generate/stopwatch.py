@@ -1,8 +1,8 @@
 """Timed passes over a test set and their report, the same for every system.
 
-Each batch is timed by itself, from token numbers in host memory to the best hypothesis of each
-sentence in host memory, or to its features on the device. Not included are loading the model,
-making batches, and converting to text.
+Each batch is timed by itself, or the whole pass if a system searches batches together: from token
+numbers in host memory to the best hypothesis of each sentence in host memory, or to its features on
+the device. Not included are loading the model, making batches, and converting to text.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ def measure(
     translate: Callable[[dict[str, Any]], list[int]],
     load_s: float,
     memory: MemoryMeter,
+    together: Callable[[Sequence[dict[str, Any]]], list[list[int]]] | None = None,
 ) -> None:
     """Translates the samples ``--warm-up`` + ``--passes`` times and writes the report.
 
@@ -169,6 +170,7 @@ def measure(
             ``</s>`` and, for a language model, with the prompt; or the number of rows of its
             features, with pads. The report counts neither prompts nor pads.
         memory: created before the model was loaded.
+        together: as ``translate``, of all samples in one call, which takes its place.
 
     Raises:
         RuntimeError: a hypothesis is not as long as it must be.
@@ -177,10 +179,12 @@ def measure(
     passes, tokens = [], 0
     for _ in range(given.warm_up + given.passes):
         seconds, tokens = [], 0
-        for sample in samples:
+        found: list[list[int]] = []
+        for part in [samples] if together else [[sample] for sample in samples]:
             began = time.perf_counter()
-            lengths = translate(sample)
+            found += together(part) if together else [translate(part[0])]
             seconds.append(time.perf_counter() - began)
+        for sample, lengths in zip(samples, found, strict=True):
             if set(lengths) != {length := wanted(case, sample)}:
                 raise RuntimeError(f"results of {sorted(set(lengths))} tokens, not {length}")
             unseen = case.prompt * len(lengths)
