@@ -115,6 +115,7 @@ class StepDecoder:
         sizes = Sizes(rows, positions, max(rows, len(starts)))
         memory.open(sizes, starts, int(starts[-1]))
         memory.send()
+        memory.ancestry.zero_()  # unused rows read it too
         if features is not None:
             memory.keep_source(_keys_and_values(decoder, features))
         return memory
