@@ -12,9 +12,10 @@ import helpers.digits as digits
 import pytest
 import torch
 from fairseq.dataclass.configs import GenerationConfig
+from fairseq.sequence_generator import SequenceGenerator
 from helpers.searches import assert_close, assert_equal
 
-from lightseq_fairseq.generation import decoder, prompts, search_buffers
+from lightseq_fairseq.generation import decoder, incremental, prompts, search_buffers
 from lightseq_fairseq.generation import search as of_search
 from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 from lightseq_fairseq.generation.options import SearchOptions
@@ -81,7 +82,7 @@ def rounded_and_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
         def rounded(rows: int, device: torch.device, function: Any = function) -> int:
             return int(function(rows, gpu))
 
-        for module in (decoder, of_search, prompts):
+        for module in (decoder, of_search, prompts, incremental):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, rounded)
     monkeypatch.setattr(DelayedProgress, "is_delayed", True)
@@ -120,6 +121,16 @@ def test_few_slots_of_a_language_model(
     native = counting.generate(toy.task, [toy.native], words, **options)
     slots(2, beam)
     assert_close(counting.generate(toy.task, [toy.ls], words, **options), native)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_unused_rows_of_fairseqs_search(toy: digits.Toy, native: Any) -> None:
+    """They read no leftovers of the search before."""
+    model, options = copy.deepcopy(toy.ls), {"beam": 3}
+    for _ in range(2):
+        found = digits.translate(toy, [model], by=SequenceGenerator, **options)
+        assert_close(found, native(options))
+        model.decoder.steps.memory.ancestry.fill_(2**30)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
