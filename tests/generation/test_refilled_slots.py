@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,27 @@ def test_unused_rows_of_fairseqs_search(toy: digits.Toy, native: Any) -> None:
         found = digits.translate(toy, [model], by=SequenceGenerator, **options)
         assert_close(found, native(options))
         model.decoder.steps.memory.ancestry.fill_(2**30)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_leftovers_of_another_search(
+    toy: digits.Toy, native: Any, language_model: counting.Toy, slots: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    slots(4, 3)
+    monkeypatch.setattr(decoder, "_most_kept", lambda device: math.inf)
+    model, text = copy.deepcopy(toy.ls), copy.deepcopy(language_model.ls)
+    options, words = {"beam": 3, "max_len_b": 12}, counting.prompts(3, 7, 1, 5, 9, 2, 4)
+    expected = counting.generate(language_model.task, [language_model.native], words, **options)
+    for _ in range(2):
+        assert_close(digits.translate(toy, [model], **options), native(options))
+        found = counting.generate(language_model.task, [text], words, **options)
+        assert_close(found, expected)
+        for memory in (model.decoder.steps.memory, text.decoder.steps.memory):
+            for name in ("ancestry", "past_tokens", "hypothesis_tokens", "lengths"):
+                getattr(memory, name).fill_(2**30)
+            for name in ("cache", "source", "past_scores", "hypothesis_scores", "totals"):
+                getattr(memory, name).fill_(torch.nan)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
