@@ -36,13 +36,11 @@ Choice choice_of(const Call& a, bool backward) {
                       .is_empty = std::min(a.q.numel(), a.k.numel()) == 0});
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                 const Tensor& cu_q, const Tensor& cu_k,
-                                                 int64_t max_q, int64_t max_k, bool causal,
-                                                 double scale, double dropout_p, const Tensor& rng,
-                                                 int64_t site, std::optional<Tensor> cast_scale,
-                                                 std::optional<Tensor> cast_amax,
-                                                 std::optional<Tensor> cast_saturated) {
+std::tuple<Tensor, Tensor, Tensor> attention_fwd(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q, const Tensor& cu_k,
+    int64_t max_q, int64_t max_k, bool causal, int64_t window, double scale, double dropout_p,
+    const Tensor& rng, int64_t site, std::optional<Tensor> cast_scale,
+    std::optional<Tensor> cast_amax, std::optional<Tensor> cast_saturated) {
   constexpr const char* op = "attention_fwd";
   const CastScalars scalars = cast_scalars(op, cast_scale, cast_amax, cast_saturated);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
@@ -52,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& 
   const Tensor out = allocate(q, {q.size(0), q.size(1), q.size(2)});
   const Tensor lse =
       allocate(q, {q.size(0), q.size(1)}, is_float ? ScalarType::Double : ScalarType::Float);
-  Call a{op, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng, site};
+  Call a{op, q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, dropout_p, rng, site};
   const Forward f{out, lse, results.cast};
   const Choice choice = choice_of(a, false);
   a.most_of_short = choice.most_of_short;
@@ -85,9 +83,9 @@ Cast cast_to(const char* op, const char* name, const Tensor& x, const CastScalar
 
 void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                    const Tensor& out, const Tensor& lse, const Tensor& cu_q, const Tensor& cu_k,
-                   int64_t max_q, int64_t max_k, bool causal, double scale, double dropout_p,
-                   const Tensor& rng, int64_t site, Tensor dq, Tensor dk, Tensor dv,
-                   std::optional<Tensor> q_scale, std::optional<Tensor> q_amax,
+                   int64_t max_q, int64_t max_k, bool causal, int64_t window, double scale,
+                   double dropout_p, const Tensor& rng, int64_t site, Tensor dq, Tensor dk,
+                   Tensor dv, std::optional<Tensor> q_scale, std::optional<Tensor> q_amax,
                    std::optional<Tensor> q_saturated, std::optional<Tensor> k_scale,
                    std::optional<Tensor> k_amax, std::optional<Tensor> k_saturated) {
   constexpr const char* op = "attention_bwd";
@@ -98,7 +96,7 @@ void attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const T
                             .dk = cast_to(op, "dk", dk, of_k),
                             .dv = cast_to(op, "dv", dv, of_k)};
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  Call a{op, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, dropout_p, rng, site};
+  Call a{op, q, k, v, cu_q, cu_k, max_q, max_k, causal, window, scale, dropout_p, rng, site};
   const Backward b{dout, out, lse, dq, dk, dv, casts};
   const Choice choice = choice_of(a, true);
   a.most_of_short = choice.most_of_short;

@@ -3,7 +3,10 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
+
+#include "attention/band.cuh"
 
 namespace lightseq {
 struct Cast;
@@ -20,11 +23,17 @@ struct Call {
   const Tensor &q, &k, &v, &cu_q, &cu_k;
   int64_t max_q, max_k;  // no sentence has more queries, more keys
   bool causal;
+  int64_t window;  // a query sees so many tokens on each side of it; 0: all
   double scale, dropout_p;
   const Tensor& rng;
   int64_t site;
   int most_of_short = 0;  // tokens: longer sentences are long (Choice)
 
+  Band band() const {
+    const int before =
+        window > 0 ? static_cast<int>(std::min<int64_t>(window, Band::kAll)) : Band::kAll;
+    return {before, causal ? 0 : before};
+  }
   int64_t sentences() const { return cu_q.size(0) - 1; }
   float keep_scale() const { return static_cast<float>(1.0 / (1.0 - dropout_p)); }
   float grad_scale() const { return static_cast<float>(scale) * keep_scale(); }

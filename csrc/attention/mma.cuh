@@ -27,7 +27,7 @@ struct MmaParams {
   Packed<const T> q, k, v;
   ItemList list;
   int rows_q, heads, width;
-  bool causal;
+  Band band;
   float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
   Dropout dropout;
 
@@ -39,7 +39,7 @@ struct MmaParams {
         rows_q(static_cast<int>(a.q.size(0))),
         heads(static_cast<int>(a.q.size(1))),
         width(static_cast<int>(a.q.size(2))),
-        causal(a.causal),
+        band(a.band()),
         scale(static_cast<float>(a.scale)),
         keep_scale(a.keep_scale()),
         grad_scale(a.grad_scale()),

@@ -258,17 +258,23 @@ struct Warp {
   }
 };
 
-// Hides keys from queries, whose scores become -inf. key, query: first of the scores.
-__device__ __forceinline__ void hide(float (&s)[kRowTiles][kChunk / 2], int key, int query,
-                                     int length_k, bool causal) {
+// Hides keys from queries, whose scores become -inf. Positions are counted from the warp's first
+// key on. query: the first one of the scores; length: of the keys.
+__device__ __forceinline__ void hide(float (&s)[kRowTiles][kChunk / 2], int query, int length,
+                                     const Band& band) {
+  const auto each = [&](auto&& is_hidden) {
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-    for (int e = 0; e < kChunk / 2; ++e) {
-      const int by = query + e / 4 * 8 + lane_column() + e % 2;
-      const int own = key + m * 16 + e / 2 % 2 * 8 + lane_row();
-      if (own >= length_k || (causal && own > by)) s[m][e] = -INFINITY;
+      for (int e = 0; e < kChunk / 2; ++e) {
+        const int by = query + e / 4 * 8 + lane_column() + e % 2;
+        if (is_hidden(m * 16 + e / 2 % 2 * 8 + lane_row(), by)) s[m][e] = -INFINITY;
+      }
     }
+  };
+  each([&](int own, int by) { return own >= length || own > by + band.after; });
+  if (query + kChunk > band.of_keys().seen_by_all(0, kRows).end) {  // only with a window
+    each([&](int own, int by) { return own < by - band.before; });
   }
 }
 
@@ -302,7 +308,7 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
     __syncthreads();
     const int number = *claimed;
     if (number >= count) break;
-    const KeyBlock<Tiles::kKeys> work(p.list, p.heads, p.causal, p.most_together, number);
+    const KeyBlock<Tiles::kKeys> work(p.list, p.heads, p.band, p.most_together, number);
     const Item& item = work.item;
     load_keys(p, tiles, work);
     load_queries<kDrops>(p, tiles, dropout, work, work.first, 0);
@@ -332,8 +338,10 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
       uint32_t probabilities[kRowTiles][kChunk / 4], dscores[kRowTiles][kChunk / 4];
 #pragma unroll 1
       for (int chunk = at.share * kChunk; chunk < kQueryTile; chunk += Tiles::kSharing * kChunk) {
-        // A causal mask hides all keys of the warp.
-        if (p.causal && first_query + chunk + kChunk <= key) {
+        // Positions from the warp's first key on: of the queries, and of those that see a key.
+        const Range queries{first_query + chunk - key, first_query + chunk - key + kChunk};
+        const Range seeing = p.band.of_keys().seen(0, kRows);
+        if (queries.end <= seeing.begin || seeing.end <= queries.begin) {
           clear(probabilities);
           clear(dscores);
           if constexpr (!kShares) at.store_scores(ds_tile, chunk, dscores);
@@ -343,8 +351,8 @@ __global__ __launch_bounds__(kWarps* kWarp, kManyWarps / kWarps) void attention_
         at.multiply(s, k_tile, q_tile, chunk);
         at.multiply(dp, v_tile, dout_tile, chunk);
         const bool clear_of_hidden =
-            key + kRows <= item.length_k && !(p.causal && first_query + chunk < key + kRows - 1);
-        if (!clear_of_hidden) hide(s, key, first_query + chunk, item.length_k, p.causal);
+            key + kRows <= item.length_k && p.band.of_keys().seen_by_all(0, kRows).has(queries);
+        if (!clear_of_hidden) hide(s, queries.begin, item.length_k - key, p.band);
         at.template differentiate<kDrops>(tiles, stage, chunk, scale, s, dp, probabilities,
                                           dscores);
         if constexpr (!kShares) {

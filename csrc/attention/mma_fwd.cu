@@ -13,8 +13,6 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <cfloat>
-
 #include "attention/cast.cuh"
 #include "attention/mma.cuh"
 
@@ -50,17 +48,18 @@ struct FwdTiles {
   BlockStatistics<kMmaWarps> statistics;
 };
 
-// An item, its head, and the number of tiles of keys, at least one.
+// An item, its head, and its tiles of keys: last ... first, at least one.
 template <typename T, int kWidth>
 struct Job {
   Item item;
-  int head, tiles;
+  int head, first, last;
 
   __device__ __forceinline__ Job(const FwdParams<T>& p, int number) {
     item = p.list.load(number / p.heads);
     head = number % p.heads;
-    const int end = p.causal ? min(item.length_k, item.start + kTile) : item.length_k;
-    tiles = max((end + kKeys<kWidth> - 1) / kKeys<kWidth>, 1);
+    const Range seen = p.band.seen(item.start, kTile).within(item.length_k);
+    first = seen.begin / kKeys<kWidth>;
+    last = max(seen.end - 1, 0) / kKeys<kWidth>;
   }
 };
 
@@ -116,7 +115,7 @@ struct Softmax {
       const float most = largest[i / 2][i % 2];
       float& at = shift[i / 2][i % 2];
       if (is_empty) {
-        at = fmaxf(most, -FLT_MAX);  // finite: without keys all exponentials are zero
+        at = fmaxf(most, kLeastShift);
       } else {
         outgrown |= (most - at) * scale > kTolerance;
       }
@@ -196,7 +195,7 @@ __global__ __launch_bounds__(kMmaThreads, 2) void attention_mma_fwd_kernel(
   if (number >= count) return;
   Job<T, kWidth> job(p, number);
   load_queries(p, q_rows, job, first_row, lane);
-  load_keys(p, tiles, job, job.tiles - 1, stage);
+  load_keys(p, tiles, job, job.last, stage);
   cp_async_commit();
 
   while (true) {
@@ -212,21 +211,21 @@ __global__ __launch_bounds__(kMmaThreads, 2) void attention_mma_fwd_kernel(
     Job<T, kWidth> next = job;
 
 #pragma unroll 1
-    for (int t = job.tiles - 1; t >= 0; --t, stage ^= 1) {
+    for (int t = job.last; t >= job.first; --t, stage ^= 1) {
       // After the barrier, all threads can read this tile and have finished the previous one.
       cp_async_wait_all();
       __syncthreads();
-      if (t > 0) {
+      if (t > job.first) {
         load_keys(p, tiles, job, t - 1, stage ^ 1);
       } else {
         number = tiles.numbers[place];
         if (number < count) {
           next = Job<T, kWidth>(p, number);
-          load_keys(p, tiles, next, next.tiles - 1, stage ^ 1);
+          load_keys(p, tiles, next, next.last, stage ^ 1);
         }
       }
       if constexpr (kKeepsQueries<kWidth>) {
-        if (t == job.tiles - 1) {
+        if (t == job.last) {
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -234,10 +233,10 @@ __global__ __launch_bounds__(kMmaThreads, 2) void attention_mma_fwd_kernel(
           }
         }
       }
-      // first_key and position are multiples of 32. So a causal mask hides the tile's first key
-      // from all of the warp's 32 queries or from none.
       const int first_key = t * kKeys<kWidth>;
-      const bool attends = works && !(p.causal && first_key > position);
+      const Range keys{first_key, first_key + kKeys<kWidth>};
+      const Range seen = p.band.seen(position, kQueries);
+      const bool attends = works && seen.begin < keys.end && keys.begin < seen.end;
 
       float s[kRowTiles][kKeys<kWidth> / 2];
       uint32_t keep[kHalves * kWords / 4];
@@ -259,17 +258,16 @@ __global__ __launch_bounds__(kMmaThreads, 2) void attention_mma_fwd_kernel(
               ldmatrix_x4(b, beside(k_tile, 2 * k) + n * 8 * kRowBytes<kWidth>);
             });
       }
-      if (t == 0 && number < count) {
+      if (t == job.first && number < count) {
         __syncwarp();  // all lanes have read the queries
         load_queries(p, q_rows, next, first_row, lane);
       }
       cp_async_commit();
       if (!attends) continue;
-      const int clear_end = min(item.length_k, p.causal ? position + 1 : item.length_k);
-      if (first_key + kKeys<kWidth> > clear_end) {
+      if (!p.band.seen_by_all(position, kQueries).within(item.length_k).has(keys)) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          hide(by_group(s[m]), position + m * 16, first_key, item.length_k, p.causal, INT_MIN);
+          hide(by_group(s[m]), position + m * 16, first_key, item.length_k, p.band, INT_MIN);
         }
       }
       softmax.set_shift(s, o, scale);

@@ -62,19 +62,21 @@ __device__ __forceinline__ void load_keys(BwdTiles<T, kWidth>& tiles, const BwdP
 // Computes D of the warp's queries from P and dO V^T, if all keys are in the tile. With few keys dS
 // is hardly larger than the rounding errors of its two terms. Computed like this, D has the same
 // errors as the other term, so the errors cancel. D from dO O^T would be too inexact for float32.
-template <typename T, int kWidth>
+template <bool kWindow, typename T, int kWidth>
 __device__ __forceinline__ void sum_rows(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                          const Unit& unit, int start_q) {
   constexpr int kChunk = 16;
   const Place place(unit);
   const int query = start_q + place.row - place.slot;
+  const Band band = p.work.band.template known<kWindow>();
+  const int clear_end = min(unit.length_k, query + 1 + band.after);
   float rowsum[2] = {};
 #pragma unroll 1
   for (int chunk = 0; chunk < unit.length_k; chunk += kChunk) {
     float s[kChunk / 8][4], dp[kChunk / 8][4];
     multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(place.slot + chunk));
     multiply_nt<T, kWidth>(dp, tiles.dout.row(place.row), tiles.v.row(place.slot + chunk));
-    hide(s, query, chunk, unit.length_k, p.work.causal, p.work.causal ? 0 : unit.length_k);
+    hide(s, query, chunk, unit.length_k, band, clear_end);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = place.row + lane_row() + i / 2 * 8;
@@ -123,7 +125,7 @@ __device__ __forceinline__ void zero_gradient(const Result<T>& x, int first, int
 
 // Loads all data of the queries from start_q on, generates the dropout bits, and waits for all
 // copies in flight.
-template <bool kRowsum, typename T, int kWidth>
+template <bool kRowsum, bool kWindow, typename T, int kWidth>
 __device__ __forceinline__ void load_queries(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                              const Unit& unit, int start_q, int start_k) {
   const int length = unit.length_q - start_q, first = unit.first_q + start_q;
@@ -149,7 +151,7 @@ __device__ __forceinline__ void load_queries(BwdTiles<T, kWidth>& tiles, const B
 
   if constexpr (kRowsum) {
     if (!Base<T>::kIsTwo && unit.length_k <= unit.slot()) {
-      sum_rows(tiles, p, unit, start_q);
+      sum_rows<kWindow>(tiles, p, unit, start_q);
     } else {  // the diagonal of dO O^T
       float products[2][4];
       multiply_nt<T, kWidth>(products, tiles.dout.row(warp_row), tiles.out.row(warp_row));
@@ -169,19 +171,20 @@ __device__ __forceinline__ void load_queries(BwdTiles<T, kWidth>& tiles, const B
 // warp computes P and dS of its 16 queries. P is stored in the tile of `out`, which is free: each
 // warp has whole rows of P, so D is computed without `out`. dS is stored beside P if there is
 // space, otherwise in place of V. Then each warp reads the columns of its 16 keys from both.
-template <int kSlot, bool kCasts, typename T, int kWidth>
+template <int kSlot, bool kWindow, bool kCasts, typename T, int kWidth>
 __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                            const Unit& unit) {
   constexpr int kRow = kStride<T, kWidth>;
   constexpr bool kBeside = 2 * kSlot <= kWidth;
   load_keys(tiles, p, unit, 0);
-  load_queries<false>(tiles, p, unit, 0, 0);
+  load_queries<false, kWindow>(tiles, p, unit, 0, 0);
   const Place place(unit);
   T* const probabilities = tiles.out.row(place.slot);
   T* const dscores = kBeside ? probabilities + kSlot : tiles.v.row(place.slot);
   const int own_rows = place.position * kRow;
   const float scale = p.scale * Base<T>::kLogE;
-  const int clear_end = min(unit.length_k, p.work.causal ? place.position + 1 : INT_MAX);
+  const Band band = p.work.band.template known<kWindow>();
+  const int clear_end = min(unit.length_k, place.position + 1 + band.after);
   const float grad_scale = grad_scale_of(p.grad_scale, unit.length_k);
   const bool works = place.exists && place.position < unit.length_q;
 
@@ -189,7 +192,7 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
   if (works) {
     multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(place.slot));
     multiply_nt<T, kWidth>(dp, tiles.dout.row(place.row), tiles.v.row(place.slot));
-    hide(s, place.position, 0, unit.length_k, p.work.causal, clear_end);
+    hide(s, place.position, 0, unit.length_k, band, clear_end);
     const int row = place.row + lane_row();  // and row + 8
     float rowsum[2] = {};
 #pragma unroll
@@ -256,24 +259,25 @@ __device__ __forceinline__ void whole_pass(BwdTiles<T, kWidth>& tiles, const Bwd
 }
 
 // Computes dQ of the warp's queries.
-template <bool kCasts, typename T, int kWidth>
+template <bool kWindow, bool kCasts, typename T, int kWidth>
 __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                            const Unit& unit) {
   constexpr int kChunk = 32;
   const Place place(unit);
   const bool works = place.exists && place.position < unit.length_q;
-  const bool causal = p.work.causal;
-  const int tile_end = min(unit.length_k, causal ? unit.start + unit.slot() : INT_MAX);
-  const int warp_end = min(unit.length_k, causal ? place.position + kWarpRows : INT_MAX);
-  const int clear_end = min(unit.length_k, causal ? place.position + 1 : INT_MAX);
+  const Band band = p.work.band.template known<kWindow>();
+  const int clear_end = min(unit.length_k, place.position + 1 + band.after);
+  const Range of_tile = band.seen(unit.start, unit.slot()).within(unit.length_k);
+  const Range of_warp = band.seen(place.position, kWarpRows).within(unit.length_k);
+  const int first_tile = of_tile.begin & -unit.slot();
   const float scale = p.scale * Base<T>::kLogE;
 
   float dq[kWidth / 8][4] = {};
-  for (int tile = 0; tile < tile_end; tile += unit.slot()) {
-    if (tile > 0) __syncthreads();
+  for (int tile = first_tile; tile < of_tile.end; tile += unit.slot()) {
+    if (tile > first_tile) __syncthreads();
     load_keys(tiles, p, unit, tile);
-    if (tile == 0) {
-      load_queries<true>(tiles, p, unit, unit.start, 0);
+    if (tile == first_tile) {
+      load_queries<true, kWindow>(tiles, p, unit, unit.start, tile);
     } else {
       draw(tiles.keep, tiles.plan, p.dropout, p.work, unit, unit.start, tile);
       cp_async_wait_all();
@@ -281,14 +285,15 @@ __device__ __forceinline__ void query_pass(BwdTiles<T, kWidth>& tiles, const Bwd
     }
     if (!works) continue;
 
-    const int chunks_end = min(unit.slot(), warp_end - tile);
+    const int chunks_begin = max(of_warp.begin - tile, 0) / kChunk * kChunk;
+    const int chunks_end = min(unit.slot(), of_warp.end - tile);
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks_end; chunk += kChunk) {
+    for (int chunk = chunks_begin; chunk < chunks_end; chunk += kChunk) {
       const int row_k = place.slot + chunk;
       float s[kChunk / 8][4], dp[kChunk / 8][4];
       multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(row_k));
       multiply_nt<T, kWidth>(dp, tiles.dout.row(place.row), tiles.v.row(row_k));
-      hide(s, place.position, tile + chunk, unit.length_k, causal, clear_end);
+      hide(s, place.position, tile + chunk, unit.length_k, band, clear_end);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = place.row + lane_row() + half * 8;
@@ -324,39 +329,43 @@ struct alignas(2 * sizeof(X)) Two {
 };
 
 // Computes dK and dV of the warp's keys. loaded: whether the tiles already hold all inputs.
-template <bool kCasts, typename T, int kWidth>
+template <bool kWindow, bool kCasts, typename T, int kWidth>
 __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdParams<T>& p,
                                          const Unit& unit, bool loaded) {
   constexpr int kChunk = 16;
   const Place place(unit);
   const bool works = place.exists && place.position < unit.length_k;
-  const bool causal = p.work.causal;
+  const Band band = p.work.band.template known<kWindow>();
   T* const row_k = tiles.k.row(place.row);
   T* const row_v = tiles.v.row(place.row);
   const float scale = p.scale * Base<T>::kLogE;
 
   float dk[kWidth / 8][4] = {}, dv[kWidth / 8][4] = {};
-  const int tile_begin = causal ? unit.start : 0;
-  for (int tile = tile_begin; tile < unit.length_q; tile += unit.slot()) {
+  const Range of_tile = band.of_keys().seen(unit.start, unit.slot()).within(unit.length_q);
+  const Range of_warp = band.of_keys().seen(place.position, kWarpRows).within(unit.length_q);
+  const int tile_begin = of_tile.begin & -unit.slot();
+  for (int tile = tile_begin; tile < of_tile.end; tile += unit.slot()) {
     if (!loaded) {
       if (tile == tile_begin) {
         load_keys(tiles, p, unit, unit.start);
       } else {
         __syncthreads();
       }
-      load_queries<true>(tiles, p, unit, tile, unit.start);
+      load_queries<true, kWindow>(tiles, p, unit, tile, unit.start);
     }
     if (!works) continue;
 
-    const int chunks_begin = causal ? max(place.position - tile, 0) / kChunk * kChunk : 0;
-    const int chunks_end = min(unit.slot(), unit.length_q - tile);
+    const int chunks_begin = max(of_warp.begin - tile, 0) / kChunk * kChunk;
+    const int chunks_end = min(unit.slot(), of_warp.end - tile);
 #pragma unroll 1
     for (int chunk = chunks_begin; chunk < chunks_end; chunk += kChunk) {
       const int row_q = place.slot + chunk;
       float s[kChunk / 8][4], dp[kChunk / 8][4];
       multiply_nt<T, kWidth>(s, row_k, tiles.q.row(row_q));
       multiply_nt<T, kWidth>(dp, row_v, tiles.dout.row(row_q));
-      const bool clear = !causal || tile + chunk >= place.position + kWarpRows - 1;
+      const int distance = tile + chunk - place.position;  // from the first key to the first query
+      const bool clear =
+          band.of_keys().seen_by_all(0, kWarpRows).has({distance, distance + kChunk});
       const int bit = place.row - place.slot + lane_row();  // the lane's first key in its slot
 #pragma unroll
       for (int n = 0; n < kChunk / 8; ++n) {
@@ -370,13 +379,12 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
           if (p.dropout.threshold > 0) {
             keep = tiles.keep[row_q + column + e][bit / 32] >> bit % 32;
           }
-          // How many positions the query is before the lane's first key.
-          const int before = place.position + lane_row() - (tile + chunk + column + e);
+          const int query = distance + column + e;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int i = half * 2 + e;
             float probability = probability_of(s[n][i], scale, e ? lse.second : lse.first);
-            if (!clear && before + half * 8 > 0) probability = 0.0f;
+            if (!clear && !band.sees(query, lane_row() + half * 8)) probability = 0.0f;
             s[n][i] = keep >> (half * 8) & 1u ? probability : 0.0f;
             dp[n][i] = fmaf(s[n][i], dp[n][i], probability * (e ? -rowsum.y : -rowsum.x));
           }
@@ -395,7 +403,7 @@ __device__ __forceinline__ void key_pass(BwdTiles<T, kWidth>& tiles, const BwdPa
   }
 }
 
-template <typename T, int kWidth, bool kCasts>
+template <typename T, int kWidth, bool kWindow, bool kCasts>
 __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads<T, kWidth>>)  //
     void attention_short_bwd_kernel(const BwdParams<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -418,15 +426,15 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       tiles.plan, work, p.dropout, kQueries | kKeys, [&](const Unit unit) {
         const bool whole = unit.parts == (kQueries | kKeys);
         if (whole && unit.slot() == 16) {
-          whole_pass<16, kCasts>(tiles, p, unit);
+          whole_pass<16, kWindow, kCasts>(tiles, p, unit);
         } else if (whole && unit.slot() == 32) {
-          whole_pass<32, kCasts>(tiles, p, unit);
+          whole_pass<32, kWindow, kCasts>(tiles, p, unit);
         } else if (whole && unit.slot() == 64) {
-          if constexpr (kRows<T, kWidth> >= 64) whole_pass<64, kCasts>(tiles, p, unit);
+          if constexpr (kRows<T, kWidth> >= 64) whole_pass<64, kWindow, kCasts>(tiles, p, unit);
         } else {
-          if (unit.parts & kQueries) query_pass<kCasts>(tiles, p, unit);
+          if (unit.parts & kQueries) query_pass<kWindow, kCasts>(tiles, p, unit);
           if (whole) __syncthreads();  // K and V have been read; results may overwrite their rows
-          if (unit.parts & kKeys) key_pass<kCasts>(tiles, p, unit, whole);
+          if (unit.parts & kKeys) key_pass<kWindow, kCasts>(tiles, p, unit, whole);
         }
       });
   if (kCasts && threadIdx.x == 0) {
@@ -452,8 +460,10 @@ void short_bwd(const Call& a, const Backward& b) {
                          a.grad_scale()};
     if (b.dq.numel() + b.dk.numel() == 0) return;
     dispatch_cast<T>(b.casts.dq, [&](auto casts) {
-      launch_units(a, attention_short_bwd_kernel<T, width, casts>, p, kThreads<T, width>,
-                   sizeof(BwdTiles<T, width>));
+      dispatch_value<false, true>(a.window > 0, [&](auto window) {
+        launch_units(a, attention_short_bwd_kernel<T, width, window, casts>, p, kThreads<T, width>,
+                     sizeof(BwdTiles<T, width>));
+      });
     });
   });
 }

@@ -59,12 +59,13 @@ struct Softmax {
 
 // The first of several adjacent keys.
 struct Keys {
-  int first;  // number in the sentence
-  int row;    // row in the tiles
-  int word;   // word of dropout bits
+  int first;      // number in the sentence
+  int row;        // row in the tiles
+  int word;       // word of dropout bits
+  bool is_first;  // no key has been processed before
 };
 
-// Processes kChunk more keys. The warp's first query attends to all keys below clear_end.
+// Processes kChunk more keys. clear_end: see hide().
 template <int kChunk, typename T, int kWidth>
 __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidth>& tiles,
                                        const FwdParams<T>& p, const Unit& unit, const Place& place,
@@ -72,16 +73,16 @@ __device__ __forceinline__ void attend(Softmax<kWidth>& state, FwdTiles<T, kWidt
   const float scale = p.scale * Base<T>::kLogE;
   float s[kChunk / 8][4];
   multiply_nt<T, kWidth>(s, tiles.q.row(place.row), tiles.k.row(keys.row));
-  hide(s, place.position, keys.first, unit.length_k, p.work.causal, clear_end);
+  hide(s, place.position, keys.first, unit.length_k, p.work.band, clear_end);
 
   float largest[2];
   find_largest(largest, s);
   const float tolerance = kTolerance / scale;
   const bool outgrown =
       largest[0] > state.shift[0] + tolerance || largest[1] > state.shift[1] + tolerance;
-  if (keys.first == 0) {
-    state.shift[0] = largest[0];
-    state.shift[1] = largest[1];
+  if (keys.is_first) {
+    state.shift[0] = fmaxf(largest[0], kLeastShift);
+    state.shift[1] = fmaxf(largest[1], kLeastShift);
   } else if (__any_sync(kAllLanes, outgrown)) {
     raise_shift<T>(state.shift, state.sum, state.o, largest, scale);
   }
@@ -132,15 +133,15 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
   for_each_unit<kRows<T, kWidth>>(tiles.plan, work, p.dropout, kQueries, [&](const Unit unit) {
     const Place place(unit);
     const bool works = place.exists && place.position < unit.length_q;
-    // Ends of the keys to which a query attends: the tile's last query (tile_end), the warp's last
-    // query (warp_end), the warp's first query (clear_end).
-    const int tile_end = min(unit.length_k, work.causal ? unit.start + unit.slot() : INT_MAX);
-    const int warp_end = min(unit.length_k, work.causal ? place.position + kWarpRows : INT_MAX);
-    const int clear_end = min(unit.length_k, work.causal ? place.position + 1 : INT_MAX);
+    // The keys that one of the tile's or warp's queries sees.
+    const Range of_tile = work.band.seen(unit.start, unit.slot()).within(unit.length_k);
+    const Range of_warp = work.band.seen(place.position, kWarpRows).within(unit.length_k);
+    const int clear_end = min(unit.length_k, place.position + 1 + work.band.after);
+    const int first_tile = of_tile.begin & -unit.slot(), first_chunk = of_warp.begin & -32;
 
     Softmax<kWidth> state;
-    for (int tile = 0; tile < tile_end; tile += unit.slot()) {
-      if (tile == 0) {
+    for (int tile = first_tile; tile < of_tile.end; tile += unit.slot()) {
+      if (tile == first_tile) {
         load_tiles({&tiles.q}, {p.q}, unit, unit.first_q + unit.start, unit.length_q - unit.start,
                    work.width);
       } else {
@@ -153,14 +154,18 @@ __global__ __launch_bounds__(kThreads<T, kWidth>, kMinBlocks<T, kWidth, kThreads
       __syncthreads();
       if (!works) continue;
       if (unit.slot() == 16) {
-        attend<16>(state, tiles, p, unit, place, {.first = 0, .row = place.slot, .word = 0},
-                   clear_end);
+        attend<16>(state, tiles, p, unit, place,
+                   {.first = 0, .row = place.slot, .word = 0, .is_first = true}, clear_end);
         continue;
       }
 #pragma unroll 1
-      for (int chunk = 0; chunk < min(unit.slot(), warp_end - tile); chunk += 32) {
+      for (int chunk = max(first_chunk - tile, 0); chunk < min(unit.slot(), of_warp.end - tile);
+           chunk += 32) {
         attend<32>(state, tiles, p, unit, place,
-                   {.first = tile + chunk, .row = place.slot + chunk, .word = chunk / 32},
+                   {.first = tile + chunk,
+                    .row = place.slot + chunk,
+                    .word = chunk / 32,
+                    .is_first = tile + chunk == first_chunk},
                    clear_end);
       }
     }

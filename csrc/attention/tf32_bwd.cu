@@ -202,7 +202,7 @@ __global__ __launch_bounds__(kThreads,
     __syncthreads();
     const int number = tiles.number;
     if (number >= count) return;
-    const Work work(p.list, p.heads, p.causal, p.most_together, number);
+    const Work work(p.list, p.heads, p.band, p.most_together, number);
     const Item& item = work.item;
     load_keys(work);
     load_queries(tiles.q, p.q, work, work.first);
@@ -221,10 +221,10 @@ __global__ __launch_bounds__(kThreads,
       Sums s, dp;
       multiply(s, ByRows{&tiles.k[own][lane % 4]}, ByRows{&tiles.q[right][lane % 4]});
       multiply(dp, ByRows{&tiles.v[own][lane % 4]}, ByRows{&tiles.dout[right][lane % 4]});
-      const bool all_keys =
-          item.length_k > 0 && (item.length_k <= kSide || (p.causal && first_query == 0));
-      const bool clear_of_hidden = item.start + kSide <= item.length_k &&
-                                   !(p.causal && first_query < item.start + kSide - 1);
+      const bool all_keys = item.length_k > 0 && work.blocks_of(i) == 1;
+      const bool clear_of_hidden =
+          item.start + kSide <= item.length_k &&
+          p.band.seen_by_all(first_query, kSide).has({item.start, item.start + kSide});
 #pragma unroll
       for (int n = 0; n < kAcross; ++n) {
 #pragma unroll
@@ -238,7 +238,7 @@ __global__ __launch_bounds__(kThreads,
             const int i = 2 * half + e, key = item.start + own + 8 * half;
             float probability = probability_of(s[n][i], p.scale, lse);
             if (!clear_of_hidden &&
-                (key >= item.length_k || (p.causal && key > first_query + query))) {
+                (key >= item.length_k || !p.band.sees(first_query + query, key))) {
               probability = 0.0f;
             }
             const bool kept = keep >> (8 * half) & 1u;

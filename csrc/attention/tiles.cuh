@@ -82,19 +82,28 @@ __device__ __forceinline__ float probability_of(float score, float scale, const 
   return expf(fmaf(score, scale, -lse.high) - lse.low);
 }
 
-// Masks scores with -inf where a query must not attend to a key. The scores are those of the warp's
-// 16 queries, from number `query` of the sentence on, with the keys from number `key` on. All of
-// these queries attend to the keys below clear_end.
+// Masks scores with -inf where a query does not see a key. The scores are those of the warp's 16
+// queries, from number `query` of the sentence on, with the keys from number `key` on. Without a
+// window all of these queries see the keys below clear_end.
 template <int kBlocks>
 __device__ __forceinline__ void hide(float (&s)[kBlocks][4], int query, int key, int length_k,
-                                     bool causal, int clear_end) {
+                                     const Band& band, int clear_end) {
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
     if (key + n * 8 + 8 <= clear_end) continue;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int last = causal ? min(length_k - 1, query + lane_row() + i / 2 * 8) : length_k - 1;
+      const int last = min(length_k - 1, query + lane_row() + i / 2 * 8 + band.after);
       if (key + n * 8 + lane_column() + i % 2 > last) s[n][i] = -INFINITY;
+    }
+  }
+  if (band.before == Band::kAll || query + kWarpRows - 1 - key <= band.before) return;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int first = query + lane_row() + i / 2 * 8 - band.before;
+      if (key + n * 8 + lane_column() + i % 2 < first) s[n][i] = -INFINITY;
     }
   }
 }
@@ -152,7 +161,7 @@ __device__ __forceinline__ void draw(Keep<kRows>& keep, const Plan& plan, const 
     const int line = i * per_word >> 16, word = i - line * words;
     const int head = line * per_query >> 16, query = line - head * queries;
     const int key = start_k + word * 32;
-    if (work.causal && key > start_q + query) continue;
+    if (key > start_q + query + work.band.after) continue;
     const uint32_t row = static_cast<uint32_t>(unit.first_q + start_q + query) * work.heads;
     keep[(head << unit.shift) + query][word] =
         bits.keep_word(row + unit.head + head, static_cast<uint32_t>(key) / 32);
@@ -163,6 +172,10 @@ __device__ __forceinline__ void draw(Keep<kRows>& keep, const Plan& plan, const 
 // exceeds it by more than kTolerance. So rescaling is rare, and values up to exp(8) do not
 // overflow.
 constexpr float kTolerance = 8.0f;
+
+// The shift of a query that has seen no key yet, less than all scores: a window may begin behind
+// the first keys of a warp's queries. It is finite, so that its exponentials are zero.
+constexpr float kLeastShift = -0x1p118f;
 
 // The sum of the four lanes that have the columns of a row.
 __device__ __forceinline__ float sum_of_row(float x) {

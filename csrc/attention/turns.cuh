@@ -6,15 +6,15 @@
 // of a tile, or of a warp's part of it, says whose turn it is.
 //
 // Blocks that started with the same tile would wait for each other. So each one starts with another
-// tile, and continues with the next ones: after the last tile with tile 0, or with a causal mask,
-// from its first tile to the last one. A tile's order is that in which blocks arrive, if they all
-// start at the same time. Then each block finds its turn passed on by the one before, which arrived
-// at least a tile earlier (shift scheduling: Qiang et al. 2026, arXiv:2601.21824).
+// tile, and continues with the next ones: after the last tile with tile 0, or with a causal mask or
+// a window, from its first tile to the last one. A tile's order is that in which blocks arrive, if
+// they all start at the same time. Then each block finds its turn passed on by the one before,
+// which arrived at least a tile earlier (shift scheduling: Qiang et al. 2026, arXiv:2601.21824).
 //
-// A block may wait for one that has a later place in the list of work. So all blocks of a head must
-// run at the same time: they are neighbours in the list, and a thread block takes its next item
-// only when it waits for no turn any more. Heads with more blocks than most_together add in the
-// order of the list, and all start with the first tile.
+// A block may wait for one that has a later place in the list of work. So all blocks that add to a
+// tile must run at the same time: they are neighbours in the list, and a thread block takes its
+// next item only when it waits for no turn any more. If these are more than most_together, they add
+// in the order of the list. Without mask and window all of them then start with the first tile.
 #pragma once
 
 #include <cstdint>
@@ -61,13 +61,14 @@ struct KeyBlock {
   int head;
   int index, blocks;      // number of the block, and how many there are
   int first, count, end;  // tiles: the one it starts with, how many it has, and those of the head
-  bool causal, rotates;   // rotates: does not add in the order of the list
+  Band band;
+  bool rotates;  // does not add in the order of the list
 
   // The list has all blocks of a sentence after each other. Numbers go through the blocks of a
   // head, then through the heads, then through the sentences.
-  __device__ __forceinline__ KeyBlock(const ItemList& list, int heads, bool causal,
+  __device__ __forceinline__ KeyBlock(const ItemList& list, int heads, const Band& band,
                                       int most_together, int number)
-      : causal(causal) {
+      : band(band) {
     const int any = number / heads;  // an item of the sentence
     item = list.load(any);
     blocks = max((item.length_k + kKeys - 1) / kKeys, 1);
@@ -76,9 +77,11 @@ struct KeyBlock {
     index = of_sentence - head * blocks;
     item.start = index * kKeys;
     end = (item.length_q + kQueryTile - 1) / kQueryTile;
-    rotates = blocks <= most_together;
-    first = causal ? min(item.start / kQueryTile, end) : rotates ? index * end / blocks : 0;
-    count = causal ? end - first : end;
+    rotates = min(blocks, (kQueryTile + band.before + band.after) / kKeys + 2) <= most_together;
+    const Range seen = band.of_keys().seen(item.start, kKeys).within(item.length_q);
+    first =
+        band.is_all() ? (rotates ? index * end / blocks : 0) : min(seen.begin / kQueryTile, end);
+    count = band.is_all() ? end : (seen.end + kQueryTile - 1) / kQueryTile - first;
   }
   // The tile after tile i.
   __device__ __forceinline__ int after(int i) const { return i + 1 < end ? i + 1 : 0; }
@@ -89,7 +92,8 @@ struct KeyBlock {
   }
   // How many blocks add to tile i.
   __device__ __forceinline__ int blocks_of(int i) const {
-    return causal ? min(blocks, (i * kQueryTile + kQueryTile - 1) / kKeys + 1) : blocks;
+    const Range of_tile = blocks_at(i);
+    return of_tile.end - of_tile.begin;
   }
   __device__ __forceinline__ Turn turn(int i) const {
     const int number = added_before(i);
@@ -97,10 +101,18 @@ struct KeyBlock {
   }
 
  private:
+  // The blocks that add to tile i.
+  __device__ __forceinline__ Range blocks_at(int i) const {
+    const Range seen = band.seen(i * kQueryTile, kQueryTile);
+    return {max(seen.begin, 0) / kKeys, min(blocks, (seen.end - 1) / kKeys + 1)};
+  }
   // How many blocks add to tile i before this one.
   __device__ __forceinline__ int added_before(int i) const {
+    if (!band.is_all()) {
+      const Range of_tile = blocks_at(i);
+      return rotates ? of_tile.end - 1 - index : index - of_tile.begin;
+    }
     if (!rotates) return index;
-    if (causal) return blocks_of(i) - 1 - index;
     const int started = ((i + 1) * blocks + end - 1) / end;  // blocks whose first tile is <= i
     return started - 1 - index + (index < started ? 0 : blocks);
   }

@@ -37,7 +37,7 @@ struct Work {
   int sentences;
   int heads;
   int width;
-  bool causal;
+  Band band;
   int longest;              // sentences of more tokens belong to other kernels
   float sentences_per_row;  // per row of queries and keys together
   int window_shift;         // a window is 2^window_shift rows
@@ -229,7 +229,7 @@ inline Work work_of(const Call& a) {
           .sentences = static_cast<int>(a.sentences()),
           .heads = static_cast<int>(a.q.size(1)),
           .width = static_cast<int>(a.q.size(2)),
-          .causal = a.causal,
+          .band = a.band(),
           .longest = a.most_of_short,
           .sentences_per_row = static_cast<float>(a.sentences()) / static_cast<float>(rows),
           .window_shift = shift,

@@ -13,8 +13,9 @@
 // a warpgroup computes a box of 64 columns of dQ. It adds dQ while the next scores are computed,
 // but starts dP^T after that: a consumer has no registers for all of them.
 //
-// The blocks of keys of a sentence add their dQ in float32 in global memory, in order: block 0
-// writes, the next ones add, the last one adds and writes the result. A counter for each tile of
+// The blocks of keys of a sentence add their dQ in float32 in global memory, in order: the first
+// writes, the next ones add, the last one adds and writes the result. With a causal mask or a
+// window, these are the blocks that the tile of queries sees. A counter for each tile of
 // queries says whose turn it is. The sums are stored in the order of the threads, so that a warp
 // accesses 512 adjacent bytes. In the list a block of keys comes after those that it waits for, and
 // thread blocks take items in the order of the list. So the first unfinished item never waits, and
@@ -67,7 +68,7 @@ struct BwdParams {
   void *dq, *dk, *dv;   // [T, H, D]; not used if gradients are cast
   int64_t dq_token, dq_head, dk_token, dk_head, dv_token, dv_head;  // strides
   int rows_q, heads, width;
-  bool causal;
+  Band band;
   float scale, keep_scale, grad_scale;  // keep_scale: 1 / (1 - p); grad_scale: scale / (1 - p)
   Bits bits;
   GradientCasts casts;
@@ -102,29 +103,35 @@ constexpr int kConsumerWarps = 2 * kWarpgroup / kWarp;
 // An SM has 64 Ki registers, which is 168 for each thread of three warpgroups.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
 
-// The tiles of queries that a block of keys iterates over: end - 1 ... begin.
-template <int kWidth>
+// The tiles of queries that a block of keys iterates over: end - 1 ... begin. Without a window, all
+// tiles have the blocks from block 0 on, which the compiler knows.
+template <int kWidth, bool kWindow>
 struct Steps {
   static constexpr int kRows = BwdTiles<kWidth>::kRows;
   int begin, end;
   int finished_end;  // this block is the last one that adds to the dQ of the tiles before this one
 
   __device__ __forceinline__ Steps(const BwdParams& p, const Item& item) {
-    end = (item.length_q + kRows - 1) / kRows;
-    begin = p.causal ? min(item.start / kRows, end) : 0;
+    const Range seeing = p.band.of_keys().seen(item.start, kTile).within(item.length_q);
+    end = ((kWindow ? seeing.end : item.length_q) + kRows - 1) / kRows;
+    begin = min(seeing.begin / kRows, end);
     const int next = item.start + kTile;  // the next block
-    finished_end = next >= item.length_k ? end : p.causal ? next / kRows : 0;
+    finished_end = next >= item.length_k ? end : max(next - p.band.after, 0) / kRows;
+  }
+  // How many keys are in the blocks that add to the dQ of tile i before this one.
+  static __device__ __forceinline__ int earlier(const BwdParams& p, const Item& item, int i) {
+    return kWindow ? item.start - max(i * kRows - p.band.before, 0) / kTile * kTile : item.start;
   }
 };
 
-template <int kWidth, bool kDrops>
+template <int kWidth, bool kWindow, bool kDrops>
 __device__ __forceinline__ void load(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   using Tiles = BwdTiles<kWidth>;
   Stage<Tiles::kKeyStages> keys;
   Stage<2> stage, claim;
   const auto take = [&] { return tiles.claims.take(claim, p.list, p.heads); };
   for (Item item = take(); item.head >= 0; item = take()) {
-    const Steps<kWidth> steps(p, item);
+    const Steps<kWidth, kWindow> steps(p, item);
     if (steps.begin == steps.end) continue;
     tiles.keys_empty[keys.index].wait(keys.parity ^ 1);
     Mbarrier& loaded = tiles.keys_loaded[keys.index];
@@ -162,19 +169,20 @@ __device__ __forceinline__ void load(const BwdParams& p, BwdTiles<kWidth>& tiles
 
 // Tells the consumers when it is this block's turn to add to dQ. When they have added, passes the
 // turn to the next block.
-template <int kWidth>
+template <int kWidth, bool kWindow>
 __device__ __forceinline__ void take_turns(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   const bool is_first_lane = threadIdx.x % kWarp == 0;
   uint32_t parity = 0;
   Stage<2> claim;
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
-    const Steps<kWidth> steps(p, item);
+    const Steps<kWidth, kWindow> steps(p, item);
     for (int i = steps.end - 1; i >= steps.begin; --i, parity ^= 1) {
       const int unit = item.unit + i * BwdTiles<kWidth>::kHalves;
       uint32_t* const turn = p.turns + static_cast<int64_t>(unit) * p.heads + item.head;
-      if (item.start > 0) {
-        while (load_acquire(turn) != static_cast<uint32_t>(item.start / kTile)) {
+      const int earlier = steps.earlier(p, item, i);
+      if (earlier > 0) {
+        while (load_acquire(turn) != static_cast<uint32_t>(earlier / kTile)) {
         }
       }
       __syncwarp();
@@ -186,7 +194,7 @@ __device__ __forceinline__ void take_turns(const BwdParams& p, BwdTiles<kWidth>&
 }
 
 // Loops are not unrolled: producers have few registers.
-template <int kWidth>
+template <int kWidth, bool kWindow>
 __device__ __forceinline__ void prepare(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   using Tiles = BwdTiles<kWidth>;
   constexpr int kRows = Tiles::kRows;
@@ -195,7 +203,7 @@ __device__ __forceinline__ void prepare(const BwdParams& p, BwdTiles<kWidth>& ti
   Stage<2> stage, claim;
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
-    const Steps<kWidth> steps(p, item);
+    const Steps<kWidth, kWindow> steps(p, item);
     if (steps.begin == steps.end) continue;
 
     tiles.keys_loaded[keys.index].wait(keys.parity);
@@ -251,9 +259,9 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[32], const WgmmaOper
 }
 
 // Adds a warpgroup's part of dQ to the sum of the blocks, in its turn; the last one stores it.
-template <typename T, bool kCasts, int kWidth>
+template <typename T, bool kCasts, int kWidth, bool kWindow>
 __device__ __forceinline__ void add_dq(const BwdParams& p, BwdTiles<kWidth>& tiles,
-                                       const Item& item, const Steps<kWidth>& steps, int i,
+                                       const Item& item, const Steps<kWidth, kWindow>& steps, int i,
                                        int group, int row, const float (&dq)[32]) {
   using Tiles = BwdTiles<kWidth>;
   const int half = Tiles::kHalves == 2 ? group : 0, box = Tiles::kHalves == 2 ? 0 : group;
@@ -261,7 +269,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& p, BwdTiles<kWidth>& til
   float4* const sums = p.sums +
                        ((unit * p.heads + item.head) * kBoxes<kWidth> + box) * kSumsOfPart +
                        threadIdx.x % kWarpgroup;
-  const bool is_first = item.start == 0, is_last = i < steps.finished_end;
+  const bool is_first = steps.earlier(p, item, i) == 0, is_last = i < steps.finished_end;
   if (!is_last) {
     if (is_first) {
 #pragma unroll
@@ -308,7 +316,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& p, BwdTiles<kWidth>& til
   }
 }
 
-template <typename T, int kWidth, bool kDrops, bool kCasts>
+template <typename T, int kWidth, bool kWindow, bool kDrops, bool kCasts>
 __device__ __forceinline__ void compute_gradients(const BwdParams& p, BwdTiles<kWidth>& tiles) {
   using Tiles = BwdTiles<kWidth>;
   constexpr int kHalves = Tiles::kHalves, kRows = Tiles::kRows;
@@ -330,7 +338,7 @@ __device__ __forceinline__ void compute_gradients(const BwdParams& p, BwdTiles<k
   Stage<2> stage, claim;
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
-    const Steps<kWidth> steps(p, item);
+    const Steps<kWidth, kWindow> steps(p, item);
     float dk[kWidth / 2], dv[kWidth / 2];
 #pragma unroll
     for (int e = 0; e < kWidth / 2; ++e) dk[e] = dv[e] = 0.0f;
@@ -413,18 +421,21 @@ __device__ __forceinline__ void compute_gradients(const BwdParams& p, BwdTiles<k
             s[e + 3] = exp2_approximate(fmaf(s[e + 3], scale, -shift.y));
           }
           const int first_query = step * kRows + half * 64;
+          const bool clear_after = p.band.after > 0 || first_query >= item.start + kTile - 1;
+          const Range clear = p.band.of_keys().seen_by_all(item.start, kTile);
           if (item.start + kTile > item.length_k ||
-              (p.causal && first_query < item.start + kTile - 1)) {
-            int first_seen[2];  // for each of the two keys: the first query that attends to it
+              !(kWindow ? clear.has({first_query, first_query + 64}) : clear_after)) {
+            int first_seen[2], last_seen[2];  // the queries that attend to each of the two keys
 #pragma unroll
             for (int below = 0; below < 2; ++below) {
-              const int at = item.start + key + below * 8;
-              const int first = p.causal ? at - first_query - c * 2 : 0;
-              first_seen[below] = at < item.length_k ? first : INT_MAX;
+              const int at = item.start + key + below * 8, place = at - first_query - c * 2;
+              first_seen[below] = at < item.length_k ? place - p.band.after : INT_MAX;
+              if (kWindow) last_seen[below] = place + p.band.before;
             }
 #pragma unroll
             for (int e = 0; e < 32; ++e) {
-              if (e / 4 * 8 + e % 2 < first_seen[e / 2 % 2]) s[e] = 0.0f;
+              const int query = e / 4 * 8 + e % 2, below = e / 2 % 2;
+              if (query < first_seen[below] || (kWindow && query > last_seen[below])) s[e] = 0.0f;
             }
           }
           uint32_t pt[16];
@@ -528,7 +539,7 @@ __device__ __forceinline__ void compute_gradients(const BwdParams& p, BwdTiles<k
 
 #endif
 
-template <typename T, int kWidth, bool kDrops, bool kCasts>
+template <typename T, int kWidth, bool kWindow, bool kDrops, bool kCasts>
 __global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_bwd_kernel(
     const __grid_constant__ BwdParams p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
@@ -556,23 +567,23 @@ __global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_bwd_kernel(
   griddepcontrol_wait();
   if (threadIdx.x >= kWarpgroup) {
     setmaxnreg_inc<kConsumerRegisters>();
-    compute_gradients<T, kWidth, kDrops, kCasts>(p, tiles);
+    compute_gradients<T, kWidth, kWindow, kDrops, kCasts>(p, tiles);
   } else {
     setmaxnreg_dec<kProducerRegisters>();
     const int warp = threadIdx.x / kWarp;
-    if (threadIdx.x == 0) load<kWidth, kDrops>(p, tiles);
-    if (warp == 1) take_turns(p, tiles);
-    if (warp >= 2) prepare(p, tiles);
+    if (threadIdx.x == 0) load<kWidth, kWindow, kDrops>(p, tiles);
+    if (warp == 1) take_turns<kWidth, kWindow>(p, tiles);
+    if (warp >= 2) prepare<kWidth, kWindow>(p, tiles);
   }
 #else
   asm volatile("trap;");
 #endif
 }
 
-// Draws the bits of a block of keys for all its queries. A warp has 32 of the keys.
-__global__ __launch_bounds__(kTile) void draw_kernel(const ItemList list, const Bits bits,
-                                                     const Dropout arguments, int heads,
-                                                     bool causal) {
+// Draws the bits of a block of keys for the queries that see one. A warp has 32 of the keys.
+__global__ __launch_bounds__(kTile, 10) void draw_kernel(const ItemList list, const Bits bits,
+                                                         const Dropout arguments, int heads,
+                                                         const Band band) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const AttentionDropout dropout(arguments);
@@ -584,9 +595,10 @@ __global__ __launch_bounds__(kTile) void draw_kernel(const ItemList list, const 
     assert(item.length_k <= bits.keys && "no sentence has more keys than max_k");
     if (item.start + warp * 32 >= item.length_k) continue;
     uint32_t id = static_cast<uint32_t>(item.first_q + lane) * heads + head;
-    const int groups = (item.length_q + 31) / 32;
+    const Range seeing = band.of_keys().seen(item.start, kTile).within(item.length_q);
+    const int groups = (seeing.end + 31) / 32;
 #pragma unroll 4
-    for (int group = causal ? item.start / 32 : 0; group < groups; ++group) {
+    for (int group = seeing.begin / 32; group < groups; ++group) {
       const uint32_t word = dropout.keep_word(id + group * 32 * heads, item.start / 32 + warp);
       bits.at(item, group, head, heads)[threadIdx.x] = transpose_bits(word);
     }
@@ -614,7 +626,7 @@ void wgmma_bwd(const Call& a, const Backward& b) {
             .block = kTile,
             .stream = stream,
             .dependent = true},
-           draw_kernel, list, bits, dropout, heads, a.causal);
+           draw_kernel, list, bits, dropout, heads, a.band());
   }
   dispatch_long(a, b.casts.dq, [&](auto zero, auto width, auto drops, auto casts) {
     using Tiles = BwdTiles<width>;
@@ -640,19 +652,21 @@ void wgmma_bwd(const Call& a, const Backward& b) {
                       .rows_q = static_cast<int>(a.q.size(0)),
                       .heads = heads,
                       .width = static_cast<int>(a.q.size(2)),
-                      .causal = a.causal,
+                      .band = a.band(),
                       .scale = static_cast<float>(a.scale),
                       .keep_scale = a.keep_scale(),
                       .grad_scale = a.grad_scale(),
                       .bits = bits,
                       .casts = b.casts};
-    launch({.op = a.op,
-            .grid = static_cast<unsigned>(resident_blocks(device, 1)),
-            .block = kWgmmaThreads,
-            .shared = sizeof(Tiles),
-            .stream = stream,
-            .dependent = true},
-           attention_wgmma_bwd_kernel<decltype(zero), width, drops, casts>, p);
+    dispatch_value<false, true>(a.window > 0, [&](auto window) {
+      launch({.op = a.op,
+              .grid = static_cast<unsigned>(resident_blocks(device, 1)),
+              .block = kWgmmaThreads,
+              .shared = sizeof(Tiles),
+              .stream = stream,
+              .dependent = true},
+             attention_wgmma_bwd_kernel<decltype(zero), width, window, drops, casts>, p);
+    });
   });
 }
 

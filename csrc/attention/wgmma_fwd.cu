@@ -27,7 +27,7 @@ struct FwdParams {
   void* out;   // [Tq, H, D]
   float* lse;  // [Tq, H]
   int heads, width;
-  bool causal;
+  Band band;
   float scale, keep_scale;  // keep_scale: 1 / (1 - p)
   Dropout dropout;
   Cast cast;  // of out
@@ -44,12 +44,15 @@ struct FwdTiles {
 
 #ifdef LIGHTSEQ_HAS_WGMMA
 
-// Tiles of keys to which a tile of queries attends.
-__device__ __forceinline__ int key_tiles(const FwdParams& p, const Item& item) {
-  return tiles_of(p.causal ? min(item.length_k, item.start + kTile) : item.length_k);
+// Tiles of keys to which a tile of queries attends: from `begin` to before `end`. Without a window
+// they begin with tile 0, which the compiler knows.
+template <bool kWindow>
+__device__ __forceinline__ Range key_tiles(const FwdParams& p, const Item& item) {
+  const Range seen = p.band.seen(item.start, kTile).within(item.length_k);
+  return {kWindow ? seen.begin / kTile : 0, tiles_of(seen.end)};
 }
 
-template <int kWidth>
+template <int kWidth, bool kWindow>
 __device__ __forceinline__ void load(const FwdParams& p, FwdTiles<kWidth>& tiles) {
   const auto load_tile = [&](auto& to, const CUtensorMap& from, int head, int row, Mbarrier& full) {
     full.arrive_expect_tx(kBoxes<kWidth> * kBoxBytes);
@@ -61,12 +64,12 @@ __device__ __forceinline__ void load(const FwdParams& p, FwdTiles<kWidth>& tiles
   Stage<2> claim, q, kv;
   const auto take = [&] { return tiles.claims.take(claim, p.list, p.heads); };
   for (Item item = take(); item.head >= 0; item = take()) {
-    const int n = key_tiles(p, item);
-    if (n == 0) continue;
+    const Range of_keys = key_tiles<kWindow>(p, item);
+    if (of_keys.end == 0) continue;
     tiles.q_empty[q.index].wait(q.parity ^ 1);
     load_tile(tiles.q[q.index], p.q, item.head, item.first_q + item.start, tiles.q_full[q.index]);
     q.advance();
-    for (int t = n - 1; t >= 0; --t, kv.advance()) {
+    for (int t = of_keys.end - 1; t >= of_keys.begin; --t, kv.advance()) {
       tiles.k_empty[kv.index].wait(kv.parity ^ 1);
       load_tile(tiles.k[kv.index], p.k, item.head, item.first_k + t * kTile,
                 tiles.k_full[kv.index]);
@@ -78,12 +81,13 @@ __device__ __forceinline__ void load(const FwdParams& p, FwdTiles<kWidth>& tiles
 }
 
 // Passes tiles of V from the TMA to the consumers; zeroes the rows after the end of the sentence.
-template <int kWidth>
+template <int kWidth, bool kWindow>
 __device__ __forceinline__ void zero_values(const FwdParams& p, FwdTiles<kWidth>& tiles) {
   Stage<2> claim, kv;
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
-    for (int t = key_tiles(p, item) - 1; t >= 0; --t, kv.advance()) {
+    const Range of_keys = key_tiles<kWindow>(p, item);
+    for (int t = of_keys.end - 1; t >= of_keys.begin; --t, kv.advance()) {
       tiles.v_loaded[kv.index].wait(kv.parity);
       const int rows = item.length_k - t * kTile;
       if (rows < kTile) {
@@ -99,7 +103,7 @@ __device__ __forceinline__ void zero_values(const FwdParams& p, FwdTiles<kWidth>
   }
 }
 
-template <typename T, int kWidth, bool kDrops, bool kCasts>
+template <typename T, int kWidth, bool kWindow, bool kDrops, bool kCasts>
 __device__ __forceinline__ void attend(const FwdParams& p, FwdTiles<kWidth>& tiles) {
   const int group = of_warp(threadIdx.x / kWarpgroup) - 1, lane = threadIdx.x % kWarp;
   const int c = lane % 4;
@@ -112,7 +116,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, FwdTiles<kWidth>& til
   Stage<2> claim, qs, ks, vs;
   const auto read = [&] { return tiles.claims.read(claim); };
   for (Item item = read(); item.head >= 0; item = read()) {
-    const int n = key_tiles(p, item);
+    const Range of_keys = key_tiles<kWindow>(p, item);
     const int position = item.start + row;
     const int rows = item.length_q - position;  // from `row` on
     const int64_t token = item.first_q + position;
@@ -129,7 +133,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, FwdTiles<kWidth>& til
                   low, high);
       }
     };
-    if (n == 0) {
+    if (of_keys.end == 0) {
       store(0.0f, 0.0f);
       if (c == 0 && rows > 0) lse[0] = 0.0f;
       if (c == 0 && rows > 8) lse[8 * p.heads] = 0.0f;
@@ -174,6 +178,19 @@ __device__ __forceinline__ void attend(const FwdParams& p, FwdTiles<kWidth>& til
         }
       }
     };
+    // Hides keys of tile t from queries.
+    const auto hide = [&](int t) {
+      const Range keys{t * kTile, t * kTile + kTile};
+      const int first_query = item.start + group * kWgmmaM;
+      const Range clear = p.band.seen_by_all(first_query, kWgmmaM).within(item.length_k);
+      if (kWindow ? clear.has(keys) : keys.end <= clear.end) return;
+#pragma unroll
+      for (int e = 0; e < kTile / 2; ++e) {
+        const int key = keys.begin + e / 4 * 8 + c * 2 + e % 2, query = position + e / 2 % 2 * 8;
+        const int last = min(item.length_k - 1, query + p.band.after);
+        if (key > last || (kWindow && key < query - p.band.before)) s[e] = -INFINITY;
+      }
+    };
     // Replaces the scores by exponentials. Returns whether the shift grew; then o must shrink.
     const auto exponentials = [&](bool first) {
       float largest[2] = {-INFINITY, -INFINITY};
@@ -186,8 +203,8 @@ __device__ __forceinline__ void attend(const FwdParams& p, FwdTiles<kWidth>& til
       }
       bool grew = false;
       if (first) {
-        shift[0] = largest[0];
-        shift[1] = largest[1];
+        shift[0] = kWindow ? fmaxf(largest[0], kLeastShift) : largest[0];
+        shift[1] = kWindow ? fmaxf(largest[1], kLeastShift) : largest[1];
       } else {
         const float tolerance = kTolerance / scale;
         grew = __any_sync(kAllLanes,
@@ -227,28 +244,16 @@ __device__ __forceinline__ void attend(const FwdParams& p, FwdTiles<kWidth>& til
 
     tiles.q_full[qs.index].wait(qs.parity);
     start_scores();
-    draw(n - 1);
+    draw(of_keys.end - 1);
     wgmma_wait<0>();
     wgmma_hold(s);
     release(tiles.k_empty[ks.index]);
     ks.advance();
-    // Only the last tile has keys that a query must not see.
-    const int first_key = (n - 1) * kTile;
-    const int clear_end =
-        min(item.length_k, p.causal ? item.start + group * kWgmmaM + 1 : item.length_k);
-    if (first_key + kTile > clear_end) {
-#pragma unroll
-      for (int e = 0; e < kTile / 2; ++e) {
-        const int key = first_key + e / 4 * 8 + c * 2 + e % 2;
-        const int last =
-            p.causal ? min(item.length_k - 1, position + e / 2 % 2 * 8) : item.length_k - 1;
-        if (key > last) s[e] = -INFINITY;
-      }
-    }
+    hide(of_keys.end - 1);  // without a window, only this tile has keys that a query does not see
     exponentials(true);
     round();
 #pragma unroll 1
-    for (int t = n - 2; t >= 0; --t) {
+    for (int t = of_keys.end - 2; t >= of_keys.begin; --t) {
       start_scores();
       start_values();
       draw(t);
@@ -256,6 +261,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, FwdTiles<kWidth>& til
       wgmma_hold(s);
       release(tiles.k_empty[ks.index]);
       ks.advance();
+      if constexpr (kWindow) hide(t);
       const bool grew = exponentials(false);
       // ptxas would move most of the exponentials behind the next wait. They stay here, while the
       // product with V is in flight, because of this branch on their sum, which is never negative.
@@ -286,7 +292,7 @@ __device__ __forceinline__ void attend(const FwdParams& p, FwdTiles<kWidth>& til
 
 #endif
 
-template <typename T, int kWidth, bool kDrops, bool kCasts>
+template <typename T, int kWidth, bool kWindow, bool kDrops, bool kCasts>
 __global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_fwd_kernel(
     const __grid_constant__ FwdParams p) {
 #ifdef LIGHTSEQ_HAS_WGMMA
@@ -311,11 +317,11 @@ __global__ __launch_bounds__(kWgmmaThreads, 1) void attention_wgmma_fwd_kernel(
   // An SM has 64 Ki registers, which is 168 per thread.
   if (threadIdx.x >= kWarpgroup) {
     setmaxnreg_inc<232>();
-    attend<T, kWidth, kDrops, kCasts>(p, tiles);
+    attend<T, kWidth, kWindow, kDrops, kCasts>(p, tiles);
   } else {
     setmaxnreg_dec<40>();
-    if (threadIdx.x == 0) load(p, tiles);
-    if (threadIdx.x / kWarp == 1) zero_values(p, tiles);
+    if (threadIdx.x == 0) load<kWidth, kWindow>(p, tiles);
+    if (threadIdx.x / kWarp == 1) zero_values<kWidth, kWindow>(p, tiles);
   }
 #else
   asm volatile("trap;");
@@ -337,19 +343,21 @@ void wgmma_fwd(const Call& a, const Forward& f) {
                          .lse = f.lse.mutable_data_ptr<float>(),
                          .heads = static_cast<int>(a.q.size(1)),
                          .width = static_cast<int>(a.q.size(2)),
-                         .causal = a.causal,
+                         .band = a.band(),
                          .scale = static_cast<float>(a.scale),
                          .keep_scale = a.keep_scale(),
                          .dropout = dropout_of(a),
                          .cast = f.cast};
   dispatch_long(a, f.cast, [&](auto zero, auto width, auto drops, auto casts) {
-    launch({.op = a.op,
-            .grid = static_cast<unsigned>(resident_blocks(device, 1)),
-            .block = kWgmmaThreads,
-            .shared = sizeof(FwdTiles<width>),
-            .stream = stream,
-            .dependent = true},
-           attention_wgmma_fwd_kernel<decltype(zero), width, drops, casts>, params);
+    dispatch_value<false, true>(a.window > 0, [&](auto window) {
+      launch({.op = a.op,
+              .grid = static_cast<unsigned>(resident_blocks(device, 1)),
+              .block = kWgmmaThreads,
+              .shared = sizeof(FwdTiles<width>),
+              .stream = stream,
+              .dependent = true},
+             attention_wgmma_fwd_kernel<decltype(zero), width, window, drops, casts>, params);
+    });
   });
 }
 

@@ -12,7 +12,7 @@
 //
 // A team of threads holds a row in registers. So the variance can be computed from centred values,
 // and nothing is read twice. Meanwhile the next rows are being copied (layer_norm.cuh).
-// Optional: bias, residual, LayerNorm (gamma and beta), dropout (p == 0: none).
+// Optional: bias, residual, LayerNorm (gamma), beta, dropout (p == 0: none).
 //
 // If there are so few rows that no team has more than one, as in a decode step, all data are in L2
 // except the weights, and the time is mostly latency. For this case a separate kernel loads rows
@@ -44,7 +44,7 @@ constexpr int kSideBySide = sizeof(T) == sizeof(float) ? 1 : 2;
 template <typename T>
 struct FwdParams {
   const T *x, *bias, *residual;  // bias, residual null: missing
-  const T *gamma, *beta;         // null: no LayerNorm
+  const T *gamma, *beta;         // gamma null: no LayerNorm; beta null: zeros
   T *sum, *y;                    // sum null: it equals x; y null: not stored
   float *mean, *rstd;
   int64_t x_stride, residual_stride;
@@ -68,7 +68,7 @@ struct Weights {
       if (p.bias != nullptr) bias[i].load(p.bias + S::column(i));
       if (p.gamma == nullptr) continue;
       gamma[i].load(p.gamma + S::column(i));
-      beta[i].load(p.beta + S::column(i));
+      if (p.beta != nullptr) beta[i].load(p.beta + S::column(i));
     }
   }
 };

@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kBlock, kBlocks<T>)
 
 template <typename T>
 struct Norm {
-  const T *gamma, *beta;
+  const T *gamma, *beta;  // beta null: zeros
   float *mean, *rstd;
   float inverse;  // 1 / columns
   float eps;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kBlockThreads, kNormBlocks<T>)
     word[i].load(words + S::column(i));
     if (p.positioned()) place[i].load(places + S::column(i));
     gamma[i].load(norm.gamma + S::column(i));
-    beta[i].load(norm.beta + S::column(i));
+    if (norm.beta != nullptr) beta[i].load(norm.beta + S::column(i));
   }
   const Rng rng(p.dropout.dropout.rng);
   uint32_t keep[S::kGroups];  // generate bits while the loads are in flight
@@ -287,9 +287,9 @@ std::tuple<Tensor, Tensor> embedding_fwd(const Tensor& tokens, const Tensor& wei
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
     const Tensor& tokens, const Tensor& weight, const std::optional<Tensor>& positions,
-    const std::optional<Tensor>& position_weight, const Tensor& gamma, const Tensor& beta,
-    double scale, double p, const Tensor& rng, int64_t site, double eps,
-    std::optional<Tensor> cast_scale, std::optional<Tensor> cast_amax,
+    const std::optional<Tensor>& position_weight, const Tensor& gamma,
+    const std::optional<Tensor>& beta, double scale, double p, const Tensor& rng, int64_t site,
+    double eps, std::optional<Tensor> cast_scale, std::optional<Tensor> cast_amax,
     std::optional<Tensor> cast_saturated) {
   constexpr const char* op = "embedding_layer_norm_fwd";
   const int64_t rows = tokens.size(0), columns = weight.size(1);
@@ -305,7 +305,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_fwd(
     const Lookup<T> lookup =
         lookup_of<T>(op, tokens, weight, positions, position_weight, scale, p, rng, site);
     check_rows(op, "gamma", gamma);
-    check_rows(op, "beta", beta);
+    check_optional_rows(op, "beta", beta);
     if (y.numel() == 0) return;
     const Norm<T> norm{.gamma = data_of<T>(gamma),
                        .beta = data_of<T>(beta),

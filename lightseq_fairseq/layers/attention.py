@@ -33,6 +33,7 @@ class Attention(Sublayer):
 
     Attributes:
         heads: their number H.
+        rotation: cos and sin, by which queries and keys are rotated, see ``ops.rotary_embedding``.
         arguments: see `MultiheadAttention.arguments`.
         keys_values: in cross attention, makes the memory of all layers of a stack.
         of_columns: those of its parameters that make the columns of this layer.
@@ -40,6 +41,7 @@ class Attention(Sublayer):
 
     heads: int
     arguments: dict[str, Any]
+    rotation: tuple[Tensor, Tensor] | None = None
     keys_values: Weight | None = None
     of_columns: tuple[Tensor, ...] = ()
 
@@ -49,6 +51,7 @@ class Attention(Sublayer):
 
     def forward(self, x: Input, memory: Tensor | None) -> tuple[Tensor, Any]:
         y, of_x = self.first.multiply(x)
+        self._rotate(y)
         q, k, v = self._split(y, memory)
         cast = self.last.input_cast
         out, lse, values = ops.attention_fwd(q, k, v, **self.arguments, cast=cast)
@@ -60,13 +63,23 @@ class Attention(Sublayer):
     ) -> Tensor:
         of_x, y, memory, out, lse, of_out = kept
         dout = self.last.backward(dh, of_out, to)
+        casts = self.first.gradient_cast, (self.keys_values or self.first).gradient_cast
         dy = self.first.gradient_like(y)
+        if self.rotation is not None:  # it is rotated before it is cast
+            casts, dy = (None, None), torch.empty_like(y)
         (q, k, v), (dq, dk, dv) = self._split(y, memory), self._split(dy, dmemory)
         ops.attention_bwd(
             dout.view_as(out), q, k, v, out, lse, **self.arguments, dq=dq, dk=dk, dv=dv,
-            q_cast=self.first.gradient_cast, k_cast=(self.keys_values or self.first).gradient_cast,
+            q_cast=casts[0], k_cast=casts[1],
         )  # fmt: skip
+        self._rotate(dy, transposed=True)
         return self.first.backward(dy, of_x, to, onto=onto)
+
+    def _rotate(self, y: Tensor, transposed: bool = False) -> None:
+        """Rotate queries and keys of self-attention, or their gradients, in place."""
+        if self.rotation is not None:
+            both = y.unflatten(1, (3 * self.heads, -1))[:, : 2 * self.heads]
+            ops.rotary_embedding(both, *self.rotation, transposed)
 
     def _split(self, y: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values, [T, H, D] each, or their gradients."""
@@ -83,6 +96,8 @@ class AttentionParts:
         q_proj, k_proj, v_proj, out_proj: its projections.
         num_heads: H.
         dropout: rate for the attention probabilities, if ``training``.
+        window: tokens on each side of a token to which it attends; 0: all.
+        rotation: see `Attention`.
     """
 
     q_proj: Projection
@@ -92,6 +107,8 @@ class AttentionParts:
     num_heads: int
     dropout: float
     training: bool
+    window: int = 0
+    rotation: tuple[Tensor, Tensor] | None = None
 
     def arguments(
         self, queries: Segments, keys: Segments, causal: bool, rng: Tensor, site: int
@@ -112,12 +129,13 @@ class AttentionParts:
             "max_q": max_q,
             "max_k": max_k,
             "causal": causal,
+            "window": self.window,
             "scale": 1.0 / math.sqrt(self.q_proj.out_features // self.num_heads),
             "dropout": Dropout(self.dropout if self.training else 0.0, rng, site),
         }
 
     def sublayer(
-        self, arguments: dict[str, Any], norm: Norm, dropout: Dropout,
+        self, arguments: dict[str, Any], norm: Norm | None, dropout: Dropout,
         memory: Weight | None = None, place: int = 0,
     ) -> Attention:  # fmt: skip
         """Self-attention, or with ``memory`` cross attention of the layer ``place`` of a stack.
@@ -133,7 +151,7 @@ class AttentionParts:
             last=Weight.of(self.out_proj, bias=False, rng=dropout.rng),
             bias=self.out_proj.bias, dropout=dropout,
             columns=None if memory is None else slice(place * width, (place + 1) * width),
-            heads=self.num_heads, arguments=arguments, keys_values=memory,
+            heads=self.num_heads, arguments=arguments, keys_values=memory, rotation=self.rotation,
             of_columns=() if memory is None else Weight.of(*sources).parameters,
         )  # fmt: skip
 

@@ -117,8 +117,9 @@ def fused_groups(layers: Iterable[LayerParts]) -> list[list[Tensor]]:
     groups: list[list[Tensor]] = []
     for product in _products(layers):
         if len(product) > 1:
-            groups += [[part.weight for part in product], [part.bias for part in product]]
-    return groups
+            biases = [part.bias for part in product if part.bias is not None]
+            groups += [[part.weight for part in product], biases]
+    return [group for group in groups if group]
 
 
 def product_weights(layers: Iterable[LayerParts]) -> list[list[Tensor]]:

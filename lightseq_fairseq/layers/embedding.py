@@ -42,7 +42,7 @@ class _LookUp(Pair):
     def __post_init__(self) -> None:
         self.tables = self.tokens, self.weight, self.positions, self.position_weight
         weights = [x for x in (self.weight, self.position_weight) if x is not None]
-        self.parameters = [*weights, *(() if self.norm is None else self.norm[:2])]
+        self.parameters = [*weights, *(() if self.norm is None else self.norm.parameters)]
         ids = self.tokens, self.positions, self.dropout.rng
         self.others = [x for x in ids if x is not None]
 
@@ -66,7 +66,7 @@ class _LookUp(Pair):
             none = mask._replace(p=0.0)
             x, _ = ops.embedding_fwd(*self.tables, self.scale, none)
             gamma, beta, _ = self.norm
-            with to.of([gamma], [beta]) as ((dgamma, dbeta), accumulate):
+            with to.of([gamma], [] if beta is None else [beta]) as ((dgamma, dbeta), accumulate):
                 dy = ops.embedding_layer_norm_bwd(
                     dy, x, gamma, mean, rstd, mask, dgamma, dbeta, accumulate
                 )

@@ -29,19 +29,24 @@ class LayerParts:
 
     Attributes:
         self_attn, fc1, fc2: the products of its sublayers.
-        self_attn_layer_norm, final_layer_norm: the LayerNorm of each sublayer.
+        self_attn_layer_norm, final_layer_norm: the LayerNorm of each sublayer; None only before the
+            first one of a pre-norm layer, which then reads the residual.
         dropout, activation_dropout: see ``EncoderLayer``; if ``training``.
+        feed_forward_dropout: in place of ``dropout`` for the feed-forward's result, unless None.
+        is_gated: the feed-forward is a GLU, whose ``fc1`` has twice as many outputs.
         activation, normalize_before: see ``EncoderLayer``.
         site: see ``EncoderLayer``.
     """
 
     self_attn: AttentionParts
-    self_attn_layer_norm: Norm
+    self_attn_layer_norm: Norm | None
     fc1: Projection
     fc2: Projection
     final_layer_norm: Norm
     dropout: float
     activation_dropout: float
+    feed_forward_dropout: float | None = None
+    is_gated: bool = False
     activation: str
     normalize_before: bool
     site: int | None
@@ -51,18 +56,21 @@ class LayerParts:
         """See ``sites.first_site``."""
         return first_site(self, self.site, rng)
 
-    def output_dropout(self, rng: Tensor, site: int) -> Dropout:
-        """The dropout of a sublayer's result."""
-        return Dropout(self.dropout if self.training else 0.0, rng, site)
+    def output_dropout(self, rng: Tensor, site: int, p: float | None = None) -> Dropout:
+        """The dropout of a sublayer's result; p: its rate in training, by default ``dropout``."""
+        p = self.dropout if p is None else p
+        return Dropout(p if self.training else 0.0, rng, site)
 
     def feed_forward(self, rng: Tensor, site: int) -> FeedForward:
         """The sublayer; it has two dropout sites, from ``site`` on."""
-        p = self.activation_dropout if self.training else 0.0
         return FeedForward(
-            norm=self.final_layer_norm, first=Weight.of(self.fc1, bias=False, rng=rng),
+            norm=self.final_layer_norm,
+            first=Weight.of(self.fc1, bias=self.is_gated, rng=rng),
             last=Weight.of(self.fc2, bias=False, rng=rng), bias=self.fc2.bias,
-            dropout=self.output_dropout(rng, site + 1), first_bias=self.fc1.bias,
-            activation=self.activation, inner_dropout=Dropout(p, rng, site),
+            dropout=self.output_dropout(rng, site + 1, self.feed_forward_dropout),
+            first_bias=None if self.is_gated else self.fc1.bias,
+            activation=self.activation, is_gated=self.is_gated,
+            inner_dropout=self.output_dropout(rng, site, self.activation_dropout),
             trains=torch.is_grad_enabled(),
         )  # fmt: skip
 

@@ -23,7 +23,7 @@ class Norm(Protocol):
     @property
     def weight(self) -> Tensor: ...
     @property
-    def bias(self) -> Tensor: ...
+    def bias(self) -> Tensor | None: ...
     @property
     def eps(self) -> float: ...
 
@@ -32,12 +32,16 @@ class Affine(NamedTuple):
     """What a LayerNorm has when forward runs."""
 
     gamma: Tensor
-    beta: Tensor
+    beta: Tensor | None
     eps: float
 
     @classmethod
     def of(cls, norm: Norm) -> Affine:
         return cls(norm.weight, norm.bias, norm.eps)
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.gamma,) if self.beta is None else (self.gamma, self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)

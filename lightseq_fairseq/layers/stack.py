@@ -36,7 +36,8 @@ class Sublayer:
     memory: [T_src, 2 * C], keys and values, if there are ``columns``; else None.
 
     Attributes:
-        norm: its LayerNorm: before it in a pre-norm stack, else behind it.
+        norm: its LayerNorm: before it in a pre-norm stack, else behind it. None, in a pre-norm
+            stack only: it reads the residual.
         first, last: its first product, which reads x, and its last one.
         bias: of the last product, added behind it.
         dropout: of the last product's result.
@@ -45,10 +46,10 @@ class Sublayer:
 
     forward: ClassVar[Callable[..., tuple[Tensor, Any]]]
     backward: ClassVar[Callable[..., Tensor]]
-    norm: Norm
+    norm: Norm | None
     first: Weight
     last: Weight
-    bias: Tensor
+    bias: Tensor | None
     dropout: Dropout
     columns: slice | None = None
 
@@ -87,7 +88,7 @@ class Stack(Pair):
         sublayers = [sublayer for layer in layers for sublayer in layer]
         # The scalars for which each sublayer's x is cast, and the stack's result.
         casts = [*(None if s is watched else s.first.input_cast for s in sublayers), cast]
-        norms: list[Affine | None] = [Affine.of(sublayer.norm) for sublayer in sublayers]
+        norms = [None if s.norm is None else Affine.of(s.norm) for s in sublayers]
         self.start = None
         if is_pre_norm:
             # Each sublayer ends with the LayerNorm of the next one.
@@ -204,6 +205,8 @@ class Stack(Pair):
             of_start = kept.pop()
             if self.start is not None and dy is not None and of_start is not None:
                 _, dy = self.start.backward(dy, dresidual, of_start, to)
+            elif self.start is None and dy is None:
+                dy = dresidual
         if self.memory is None:
             return [dy]
         dsource = None
@@ -215,7 +218,8 @@ class Stack(Pair):
         self, sublayer: Sublayer, end: ResidualNorm, dy: Tensor | None, dresidual: Tensor | None,
         kept: Any, to: Gradients, dcolumns: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """Gradients of a sublayer's input and of its residual; if they are one tensor, the first.
+        """Gradients of a sublayer's input and of its residual; if they are one tensor, the first,
+        or in a pre-norm stack the second.
 
         dy, dresidual: the same of what follows; both None if nothing depends on it.
         """
@@ -223,9 +227,12 @@ class Stack(Pair):
             return None, None
         of_sublayer, of_end = kept
         dh, dresidual = end.backward(dy, dresidual, of_end, to, sublayer.last.gradient_cast)
-        onto = None if self.is_pre_norm else dresidual
+        has_norm_before = self.is_pre_norm and sublayer.norm is not None
+        onto = None if has_norm_before else dresidual
         dx = sublayer.backward(dh, of_sublayer, to, onto, dcolumns)
-        return (dx, dresidual) if self.is_pre_norm else (dresidual, None)
+        if has_norm_before:
+            return dx, dresidual
+        return (None, dresidual) if self.is_pre_norm else (dresidual, None)
 
 
 _Layer = Sequence[tuple[Sublayer, ResidualNorm]]

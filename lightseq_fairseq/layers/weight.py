@@ -34,7 +34,7 @@ class Projection(Protocol):
     @property
     def weight(self) -> Tensor: ...
     @property
-    def bias(self) -> Tensor: ...
+    def bias(self) -> Tensor | None: ...
     @property
     def out_features(self) -> int: ...
 
@@ -69,15 +69,15 @@ class Weight:
 
     @classmethod
     def of(cls, *projections: Projection, bias: bool = True, rng: Tensor | None = None) -> Weight:
-        """Of one or more projections; bias: the product adds their biases. rng: of the dropout of
-        their adapters, in training."""
+        """Of one or more projections; bias: the product adds their biases, if they have any.
+        rng: of the dropout of their adapters, in training."""
         ends = [0, *itertools.accumulate(p.out_features for p in projections)]
         adapters = [
             Added(adapter, slice(start, end), rng)
             for p, start, end in zip(projections, ends, ends[1:], strict=False)
             if (adapter := adapter_of(p)) is not None
         ]
-        biases = [p.bias for p in projections if bias]
+        biases = [p.bias for p in projections if bias and p.bias is not None]
         return cls([p.weight for p in projections], biases, adapters=adapters)
 
     @property

@@ -45,9 +45,16 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     if len(tensors) == 1:
         return first.detach()
-    row = first.stride(0)
-    storage = first.untyped_storage()._cdata
-    end = first.storage_offset()
+    if not are_neighbours(tensors):
+        return torch.cat([t.detach() for t in tensors])
+    rows = sum(len(tensor) for tensor in tensors)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def are_neighbours(tensors: Sequence[Tensor]) -> bool:
+    """Whether each tensor begins where the previous one ends, in rows of the same layout."""
+    first = tensors[0]
+    end, storage = first.storage_offset(), first.untyped_storage()._cdata
     for tensor in tensors:
         if (
             tensor.storage_offset() != end
@@ -57,10 +64,9 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor:
             or tensor.untyped_storage()._cdata != storage
             or tensor.shape[1:] != first.shape[1:]
         ):
-            return torch.cat([t.detach() for t in tensors])
-        end += len(tensor) * row
-    rows = sum(len(tensor) for tensor in tensors)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+            return False
+        end += len(tensor) * first.stride(0)
+    return True
 
 
 class FlatBuffer:

@@ -21,6 +21,7 @@ from .embedding import (
     embedding_layer_norm_fwd,
 )
 from .linear import linear_bwd, linear_fwd
+from .rotary_embedding import rotary_embedding
 from .attention import attention_bwd, attention_fwd
 from .decode_attention import decode_cross_attention, decode_self_attention
 from .dropout_residual_layer_norm import (
@@ -28,6 +29,7 @@ from .dropout_residual_layer_norm import (
     dropout_residual_layer_norm_fwd,
 )
 from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activation_dropout_fwd
+from .gated_activation import gated_activation_bwd, gated_activation_fwd
 from .linear_activation import linear_activation_fwd
 from .activation_linear import activation_linear_bwd
 from .fp8_quantise import fp8_quantise

@@ -2,11 +2,12 @@
 
 out = dropout(softmax(scale * q k^T)) v       within each sentence and head (Vaswani et al. 2017)
 
-Query i attends to the keys j < length of its sentence, and with causal only to j <= i. Forward
-saves the log-sum-exp of every row; backward recomputes the probabilities from it (Dao et al. 2022):
-P = exp(S - lse), dV = (P*m)^T dO, dP = (dO V^T)*m, dS = P * (dP - rowsum(P * dP)), with the scores
-S = scale * Q K^T and m = mask/(1-p). rowsum(P * dP) equals rowsum(dO * O); kernels use the latter,
-since they never hold a whole row of P.
+Query i attends to the keys j < length of its sentence, with causal only to j <= i, and with a
+window only to |i - j| <= window. Forward saves the log-sum-exp of every row; backward recomputes
+the probabilities from it (Dao et al. 2022): P = exp(S - lse), dV = (P*m)^T dO, dP = (dO V^T)*m,
+dS = P * (dP - rowsum(P * dP)), with the scores S = scale * Q K^T and m = mask/(1-p).
+rowsum(P * dP) equals rowsum(dO * O); kernels use the latter, since they never hold a whole row of
+P.
 
 A cast of the result follows the rounding to bfloat16: the result is saved for backward in any case.
 Gradients are rounded so, too, but only their values in E4M3 are stored. Transposes are made by the
@@ -47,6 +48,8 @@ class AttentionFwd(NamedTuple):
     cu_q, cu_k: int32 [B + 1], first row of each sentence, then the end of the last. A sentence may
     be empty on either side. out is 0 for a query without keys and for rows past the last sentence.
     max_q, max_k: length of the longest sentence, or an upper bound of it.
+    window: tokens on each side of a query to which it attends; 0: all. Only in self-attention:
+        cu_q and cu_k are then one tensor.
     scale: factor of the scores, positive and finite (fairseq: D^-0.5).
     dropout: of the probabilities, see `philox.attention_keep_mask`.
     cast: of out; q, k and v are then bfloat16.
@@ -60,6 +63,7 @@ class AttentionFwd(NamedTuple):
     max_q: int
     max_k: int
     causal: bool
+    window: int
     scale: float
     dropout: Dropout
     cast: Cast | None = None
@@ -78,11 +82,15 @@ class AttentionFwd(NamedTuple):
             )
         if min(max_q, max_k) < 0:
             raise ValueError(f"{op}: max_q and max_k must be >= 0, got {max_q} and {max_k}")
+        if self.window < 0:
+            raise ValueError(f"{op}: window must be >= 0, got {self.window}")
         if not 0.0 < self.scale < math.inf:
             raise ValueError(f"{op}: scale must be positive and finite, got {self.scale}")
         check_dropout(op, self.dropout, q)
         check_boundaries(op, "cu_q", cu_q, len(q), ("max_q", max_q))
         check_boundaries(op, "cu_k", cu_k, len(k), ("max_k", max_k))
+        if self.window and cu_q is not cu_k:
+            raise ValueError(f"{op}: with a window, cu_q and cu_k must be the same tensor")
         check_cast(op, self.cast, q.flatten(1))
 
     def shape(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,6 +154,7 @@ class AttentionBwd(NamedTuple):
     max_q: int
     max_k: int
     causal: bool
+    window: int
     scale: float
     dropout: Dropout
     dq: Written
@@ -156,7 +165,7 @@ class AttentionBwd(NamedTuple):
 
     @property
     def forward(self) -> AttentionFwd:
-        return AttentionFwd(self.q, self.k, self.v, *self[6:13])
+        return AttentionFwd(self.q, self.k, self.v, *self[6:14])
 
     def check(self, op: str) -> None:
         q, k, q_cast, k_cast = self.q, self.k, self.q_cast, self.k_cast
@@ -257,15 +266,19 @@ def _product(left: Tensor, right: Tensor, into: Tensor) -> Tensor:
 
 def _hidden(a: AttentionFwd) -> Tensor:
     """Additive mask [B, 1, 1 or Lq, Lk]: -inf where a query must not attend to a key, else 0."""
-    shape = "hidden", a.causal and a.max_q, a.max_k, work_dtype(a.q)
+    queries = a.max_q if a.causal or a.window else 1
+    shape = "hidden", a.causal, a.window, queries, a.max_k, work_dtype(a.q)
     return known(a.cu_k, shape, lambda: _make_hidden(a))
 
 
 def _make_hidden(a: AttentionFwd) -> Tensor:
     key = torch.arange(a.max_k, device=a.cu_k.device)
+    query = torch.arange(a.max_q, device=a.cu_k.device)[:, None]
     hidden = (key >= a.cu_k.diff()[:, None])[:, None, None]
     if a.causal:
-        hidden = hidden | (key > torch.arange(a.max_q, device=a.cu_k.device)[:, None])
+        hidden = hidden | (key > query)
+    if a.window:
+        hidden = hidden | ((key - query).abs() > a.window)
     mask = torch.zeros(hidden.shape, dtype=work_dtype(a.q), device=a.cu_k.device)
     return mask.masked_fill_(hidden, -torch.inf)
 

@@ -33,10 +33,11 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 class DropoutResidualLayerNormFwd(NamedTuple):
     """(sum [T, C], y [T, C], mean [T], rstd [T], values [T, C], transpose [C, P]).
 
-    x, residual: [T, C]. bias, gamma, beta: [C]. All of one dtype; bias, residual may be None.
+    x, residual: [T, C]. bias, gamma, beta: [C]. All of one dtype; bias, residual and beta may be
+        None.
     sum is EMPTY if it equals x (no bias, no residual, p == 0): use x instead.
-    gamma and beta None: no LayerNorm; y, mean, rstd are EMPTY.
-    cast: of y; x is then bfloat16, and gamma and beta are given. values and transpose are y in
+    gamma None: no LayerNorm; y, mean, rstd are EMPTY.
+    cast: of y; x is then bfloat16, and gamma is given. values and transpose are y in
     E4M3. keep_y: False only with a cast; then y is EMPTY.
     """
 
@@ -56,10 +57,10 @@ class DropoutResidualLayerNormFwd(NamedTuple):
         if residual is not None:
             check_rows(op, "residual", residual, x.shape, (x.dtype,), x)
         check_vectors(op, x, (x.dtype,), bias=bias, gamma=gamma, beta=beta)
-        if (gamma is None) != (beta is None):
-            raise ValueError(f"{op}: give both gamma and beta, or neither")
+        if gamma is None and beta is not None:
+            raise ValueError(f"{op}: beta needs gamma")
         if gamma is None and self.cast is not None:
-            raise ValueError(f"{op}: a cast needs gamma and beta")
+            raise ValueError(f"{op}: a cast needs gamma")
         if self.cast is None and not self.keep_y:
             raise ValueError(f"{op}: without a cast, keep_y must be True")
         check_dropout(op, self.dropout, x)
@@ -89,11 +90,11 @@ class DropoutResidualLayerNormFwd(NamedTuple):
         if residual is not None:
             total.add_(residual)
         stored = x.new_empty(0) if is_x else total.to(x.dtype)
-        if gamma is None or beta is None:
+        if gamma is None:
             nothing = x.new_empty(0, dtype=dtype)
             return stored, x.new_empty(0), nothing, nothing.clone(), *quantise(total, None)
         y, mean, rstd = torch.native_layer_norm(
-            total, gamma.shape, gamma.to(dtype), beta.to(dtype), eps
+            total, gamma.shape, gamma.to(dtype), None if beta is None else beta.to(dtype), eps
         )
         kept = y.to(x.dtype) if keep_y else x.new_empty(0)
         return stored, kept, mean.view(-1), rstd.view(-1), *quantise(y, cast)

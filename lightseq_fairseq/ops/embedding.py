@@ -96,7 +96,8 @@ class EmbeddingLayerNormFwd(NamedTuple):
     """(y [T, C] in weight's dtype, mean [T], rstd [T], values [T, C]: y in E4M3), with LayerNorm
     before the dropout.
 
-    gamma, beta: [C], in weight's dtype. Other arguments and values as in embedding_fwd.
+    gamma, beta: [C], in weight's dtype; beta may be None. Other arguments and values as in
+    embedding_fwd.
     """
 
     tokens: Tensor
@@ -104,7 +105,7 @@ class EmbeddingLayerNormFwd(NamedTuple):
     positions: Tensor | None
     position_weight: Tensor | None
     gamma: Tensor
-    beta: Tensor
+    beta: Tensor | None
     scale: float
     dropout: Dropout
     eps: float
@@ -117,8 +118,8 @@ class EmbeddingLayerNormFwd(NamedTuple):
     def check(self, op: str) -> None:
         weight = self.weight
         self._without_norm.check(op)
-        for name, vector in (("gamma", self.gamma), ("beta", self.beta)):
-            check_tensor(op, name, vector, weight.shape[1:], (weight.dtype,), weight)
+        check_tensor(op, "gamma", self.gamma, weight.shape[1:], (weight.dtype,), weight)
+        check_vectors(op, weight, (weight.dtype,), beta=self.beta)
 
     def shape(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         y, values = self._without_norm.shape()
@@ -128,7 +129,11 @@ class EmbeddingLayerNormFwd(NamedTuple):
     def reference(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = self._without_norm.look_up()
         normed, mean, rstd = torch.native_layer_norm(
-            x, x.shape[1:], self.gamma.to(x.dtype), self.beta.to(x.dtype), self.eps
+            x,
+            x.shape[1:],
+            self.gamma.to(x.dtype),
+            None if self.beta is None else self.beta.to(x.dtype),
+            self.eps,
         )
         y, values = self._without_norm.finish(normed)
         return y, mean.view(-1), rstd.view(-1), values

@@ -86,6 +86,7 @@ class _Inputs:
     queries: Segments
     keys: Segments
     causal: bool
+    window: int = 0
     q: Tensor = field(init=False)
     k: Tensor = field(init=False)
     v: Tensor = field(init=False)
@@ -121,7 +122,13 @@ class _Inputs:
     def with_casts(self, shape: str) -> Iterator[Case]:
         """Forward that also casts its result, and backward that stores its results in E4M3."""
         rows, q, k, lse = self._bytes()
-        options = *self.lengths, self.causal, self.scale, ops.Dropout(self.p, self.rng, SITE)
+        options = (
+            *self.lengths,
+            self.causal,
+            self.window,
+            self.scale,
+            ops.Dropout(self.p, self.rng, SITE),
+        )
         cast = cast_of(self.make, 6.0)
 
         def forward() -> tuple[Tensor, ...]:
@@ -153,7 +160,13 @@ class _Inputs:
 
     def ours(self) -> tuple[Systems, Systems]:
         tensors = self.q, self.k, self.v
-        options = *self.lengths, self.causal, self.scale, ops.Dropout(self.p, self.rng, SITE)
+        options = (
+            *self.lengths,
+            self.causal,
+            self.window,
+            self.scale,
+            ops.Dropout(self.p, self.rng, SITE),
+        )
 
         def forward() -> tuple[Tensor]:
             return (ops.attention_fwd(*tensors, *options)[0],)
@@ -176,6 +189,9 @@ class _Inputs:
         hidden = hidden[:, None, None, :].expand(-1, 1, max_q, -1)
         if self.causal:
             hidden = hidden | ~torch.ones_like(hidden[:1]).tril()
+        if self.window:
+            near = torch.ones_like(hidden[:1]).tril(self.window).triu(-self.window)
+            hidden = hidden | ~near
         mask = torch.zeros(hidden.shape, dtype=self.make.dtype, device=self.make.device)
         mask.masked_fill_(hidden, -torch.inf)
         queries, keys = self.queries, self.keys

@@ -38,15 +38,20 @@ class Case:
     """Packed tensors for one set of lengths as in the layers: q, k, v are column blocks of wider
     matrices, and rows that belong to no sentence are NaN."""
 
-    def __init__(self, lengths, dtype, causal=False, p=0.0, heads=3, width=64, device="cuda"):
+    def __init__(
+        self, lengths, dtype, causal=False, p=0.0, heads=3, width=64, device="cuda", window=0
+    ):
         torch.manual_seed(0)
         self.rng = make_rng(device=device)
         self.lengths_q, self.lengths_k = lengths[0], lengths[1] or lengths[0]
         self.dtype, self.causal, self.p, self.scale = dtype, causal, p, width**-0.5
+        self.window = window
         self.cu_q, self.cu_k = (
             torch.tensor([0, *x]).cumsum(0).int().to(device)
             for x in (self.lengths_q, self.lengths_k)
         )
+        if lengths[1] is None:
+            self.cu_k = self.cu_q
         self.used_q, self.used_k = sum(self.lengths_q), sum(self.lengths_k)
         if lengths[1] is None:
             self.q, self.k, self.v = self.blocks(3, self.used_q, TAIL_Q, heads, width)
@@ -72,6 +77,7 @@ class Case:
             self.cu_k,
             *longest,
             self.causal,
+            self.window,
             self.scale,
             ops.Dropout(p, self.rng, SITE),
         )
@@ -112,6 +118,10 @@ class Case:
             if self.causal:
                 hidden = torch.ones(length_q, length_k, device=q.device).triu(1).bool()
                 scores = scores.masked_fill(hidden[:, None], -torch.inf)
+            if self.window:
+                place = torch.arange(length_q, device=q.device)
+                far = (place - place[:, None]).abs() > self.window
+                scores = scores.masked_fill(far[:, None], -torch.inf)
             lse[mine] = scores.logsumexp(-1).detach()
             weights = scores.softmax(-1) * keep[mine, :, :length_k] / (1 - self.p)
             out[mine] = torch.einsum("ihj,jhd->ihd", weights, v[seen])

@@ -29,8 +29,10 @@ NOTHING = ([0, 0], [0, 0])
 class Case(attention_cases.Case):
     """A small case on a CPU."""
 
-    def __init__(self, lengths, causal=False, p=0.0, dtype=torch.float64, heads=H, width=D):
-        super().__init__(lengths, dtype, causal, p, heads, width, "cpu")
+    def __init__(
+        self, lengths, causal=False, p=0.0, dtype=torch.float64, heads=H, width=D, window=0
+    ):
+        super().__init__(lengths, dtype, causal, p, heads, width, "cpu", window)
 
     def fwd(self, q=None, k=None, v=None):
         q, k, v = (
@@ -61,6 +63,33 @@ def test_equals_loop(lengths, causal, p):
         ("out", "lse", "dq", "dk", "dv"), (out, lse, *case.bwd(out, lse)), expected, strict=True
     ):
         torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 4, 9])
+def test_a_window_equals_loop(window, causal):
+    """Of a query and its neighbours, fewer tokens than a sentence has, as many, or more."""
+    case = Case(([3, 1, 5, 0, 8], None), causal, 0.3, window=window)
+    out, lse = case.fwd()
+    for ours, theirs in zip((out, lse, *case.bwd(out, lse)), case.plain(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_window_keeps_the_bits_of_dropout():
+    """So with equal scores and values of 1, a query's result is its share of kept neighbours."""
+    case = Case(([8], None), False, 0.5, window=2)
+    case.q.zero_(), case.v.fill_(1)
+    keep = ops.attention_keep_mask(case.rng, attention_cases.SITE, torch.arange(8 * H), 8, 0.5)
+    place = torch.arange(8)
+    near = ((place - place[:, None]).abs() <= 2)[:, None]
+    expected = (keep.view(8, H, 8) * near).sum(-1) / near.sum(-1) / 0.5
+    torch.testing.assert_close(case.fwd()[0][:8], expected[..., None].expand(8, H, D).double())
+
+
+def test_a_window_is_for_one_side():
+    case = Case(CROSS, window=2)
+    with pytest.raises(ValueError, match="with a window, cu_q and cu_k must be the same tensor"):
+        case.fwd()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -30,6 +30,14 @@ def test_numerics(lengths, p, causal, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("causal", "p"), [(False, 0.0), (False, 0.1), (True, 0.1)])
+@pytest.mark.parametrize("window", [24, 64, 200])
+@pytest.mark.parametrize("lengths", ["edges", "ragged", "long", "unused"])
+def test_windows(lengths, window, causal, p, dtype):
+    check(Case(LENGTHS[lengths], dtype, causal, p, window=window))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("heads", "width"), [(1, 64), (16, 64), (5, 32), (4, 128), (3, 8), (2, 72), (6, 40), (3, 96)]
 )
@@ -169,7 +177,7 @@ def test_nothing_to_attend_to(rows_q, rows_k):
     q, dout = (torch.full((rows_q, 2, 64), torch.nan, device="cuda") for _ in range(2))
     k, v = (torch.full((rows_k, 2, 64), torch.nan, device="cuda") for _ in range(2))
     cu = torch.zeros(3, dtype=torch.int32, device="cuda")
-    settings = cu, cu, 0, 0, False, 0.125, ops.Dropout(0.1, make_rng().cuda(), SITE)
+    settings = cu, cu, 0, 0, False, 0, 0.125, ops.Dropout(0.1, make_rng().cuda(), SITE)
     poison(q)
     out, lse, _ = ops.attention_fwd(q, k, v, *settings)
     gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]

@@ -44,6 +44,35 @@ def test_2000_tokens(dtype):
     check(Case(([2000, 30], None), dtype, True, 0.1, heads=2))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("width", [40, 64, 96, 128])
+@pytest.mark.parametrize("window", [30, 64, 127, 128, 129, 500])
+@pytest.mark.parametrize(("causal", "p"), [(False, 0.1), (True, 0.0)])
+def test_windows_of_long_sentences(window, width, causal, p, dtype):
+    """Ends of windows within a tile, at its first and at its last row."""
+    lengths = [300, 129, 5, 256, 1000, 128, 1]
+    check(Case((lengths, None), dtype, causal, p, heads=3, width=width, window=window))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_window_reads_no_other_tiles(width, dtype):
+    """So what is far away may be NaN, even queries, which would add to the gradients of keys."""
+    case = Case(([4000], None), dtype, p=0.1, heads=2, width=width, window=64)
+    expected = case.kernel()
+    for x in (*case.qkv, case.dout):
+        x[3000:] = torch.nan
+    assert same([x[:2600] for x in case.kernel()], [x[:2600] for x in expected])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("window", [40, 900])
+def test_same_bits_again_in_windows(window, dtype):
+    case = Case(([1500, 4000, 140, 2048, 700, 3000], None), dtype, p=0.1, heads=4, window=window)
+    first = case.kernel()
+    assert same(first, case.kernel()) and same(first, case.kernel())
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_lengths(seed):
     """Any mix of lengths up to 4100 tokens, on both sides."""
@@ -90,12 +119,13 @@ def test_blocks_that_wait_for_each_other():
 
 @pytest.mark.large
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 128)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_more_blocks_of_keys_than_run_together(causal, dtype, width):
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (False, 64), (False, 5000)])
+def test_more_blocks_of_keys_than_run_together(causal, window, dtype, width):
     """They add to dQ in the order of the list, whether blocks have 64 keys and an SM has two of
     them, or 128 keys and an SM has one."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    case = Case(([(sms // 2 + 2) * 64, 70], None), dtype, causal, 0.1, heads=2, width=width)
+    lengths = [(sms // 2 + 2) * 64, 70], None
+    case = Case(lengths, dtype, causal, 0.1, heads=2, width=width, window=window)
     check(case)
     assert same(case.kernel(), case.kernel())
 

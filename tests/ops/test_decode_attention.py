@@ -133,7 +133,7 @@ def test_cross_equals_attention_over_sentences():
     cu_q = torch.arange(0, 21, 4, dtype=torch.int32)
     q, k, v = (x.unflatten(1, (H, D)) for x in (case.q, case.keys, case.values))
     dropout = ops.Dropout(0.0, torch.zeros(2, dtype=torch.int64), 0)
-    wanted, *_ = ops.attention_fwd(q, k, v, cu_q, case.cu, 4, 5, False, SCALE, dropout)
+    wanted, *_ = ops.attention_fwd(q, k, v, cu_q, case.cu, 4, 5, False, 0, SCALE, dropout)
     torch.testing.assert_close(ops.decode_cross_attention(*case.arguments()), wanted.flatten(1))
 
 

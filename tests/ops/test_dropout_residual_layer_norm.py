@@ -235,10 +235,23 @@ def test_backward_casts_the_float32_gradient(which, p):
     assert_cast_of(dx[0] if p > 0 else dx[1], (values, transpose), cast)
 
 
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_without_beta_it_is_zero(is_cast):
+    tensors = inputs(torch.bfloat16, T, 48)
+    x, bias, residual, gamma, _ = choose(tensors, ALL)
+    results = []
+    for beta in (None, torch.zeros_like(gamma)):
+        cast = (True, make_cast()) if is_cast else ()
+        given = x, bias, residual, gamma, beta, dropout(0.3), EPS
+        results.append(ops.dropout_residual_layer_norm_fwd(*given, *cast))
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(*(y.view(torch.uint8) for y in (mine, other)))
+
+
 def test_cast_refusals():
     name, none = "dropout_residual_layer_norm", (None, None, None, False)
     tensors = inputs(torch.bfloat16, T, 40)
-    with pytest.raises(ValueError, match=f"{name}_fwd: a cast needs gamma and beta"):
+    with pytest.raises(ValueError, match=f"{name}_fwd: a cast needs gamma"):
         fwd(tensors, ("bias",), 0.3, cast=make_cast())
     with pytest.raises(ValueError, match=f"{name}_fwd: fp8 needs rows of a multiple of 16 numbers"):
         fwd(tensors, ALL, 0.3, cast=make_cast())

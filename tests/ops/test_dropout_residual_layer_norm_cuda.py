@@ -166,6 +166,16 @@ def check_sublayer(layer, dtype, which="both"):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [3, 5000])
+def test_without_beta_it_is_zero(tokens, dtype):
+    layer, results = Sublayer(tokens, 520, dtype, ALL, 0.1), []
+    for beta in (None, torch.zeros_like(layer.tensors["gamma"])):
+        layer.tensors["beta"] = beta
+        results.append(layer.forward())
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), SIZES)
 def test_errs_no_more_than_plain_torch(tokens, width, dtype):
     check_sublayer(Sublayer(tokens, width, dtype), dtype)

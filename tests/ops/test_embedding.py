@@ -60,6 +60,13 @@ def normed_bwd(p, dy, statistics, tokens, positions, weight, position_weight, ga
     return tuple(grads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_without_beta_it_is_zero(dtype):
+    given = TOKENS, POSITIONS, *tables(dtype), norm_vectors(dtype)[0]
+    zeros = torch.zeros(C, dtype=dtype)
+    assert all(map(torch.equal, normed_fwd(0.4, *given, None), normed_fwd(0.4, *given, zeros)))
+
+
 def normed_plain(p, tokens, positions, weight, position_weight, gamma, beta):
     """y in torch, with our dropout's mask."""
     x = SCALE * weight[tokens]

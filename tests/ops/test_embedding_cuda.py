@@ -206,6 +206,15 @@ def test_layer_norm_errs_no_more_than_plain_torch(tokens, width, p, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_without_beta_it_is_zero(dtype):
+    batch, results = Batch(300, 900, 31, 520, dtype), []
+    for beta in (None, torch.zeros_like(batch.gamma)):
+        batch.beta = beta
+        results.append(batch.normed(0.1))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("positions", [True, False])
 def test_layer_norm_equals_the_reference_on_the_cpu(dtype, positions):
     batch = Batch(300, 100, 31, 72, dtype, torch.int32)

@@ -69,18 +69,18 @@ def seeded() -> None:
 
 @DTYPES_AND_CAST
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (False, 20)])
 @pytest.mark.parametrize(
     "lengths", [[3, 16, 1, 30], [64, 40], [100, 20, 128], [200, 150]], ids=lambda n: str(max(n))
 )
 def test_attention(
-    lengths: list[int], causal: bool, width: int, dtype: torch.dtype, is_cast: bool
+    lengths: list[int], causal: bool, window: int, width: int, dtype: torch.dtype, is_cast: bool
 ) -> None:
     width -= 16 * is_cast  # incomplete tiles
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
     rows, longest = sum(lengths) + 2, max(lengths)
     q, k, v, dout = (on_gpu(dtype, rows, 3, width) for _ in range(4))
-    settings = (cu, cu, longest, longest, causal, width**-0.5, dropout())
+    settings = (cu, cu, longest, longest, causal, window, width**-0.5, dropout())
 
     def call() -> tuple[Tensor, ...]:
         cast = new_cast(is_cast)
@@ -208,6 +208,32 @@ def test_bias_activation_dropout(activation: str, dtype: torch.dtype) -> None:
         dbias = torch.empty_like(bias)
         y = ops.bias_activation_dropout_fwd(x, bias, *settings)
         return y, ops.bias_activation_dropout_bwd(dy, x, bias, *settings, dbias, False), dbias
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_accurate", "silu"])
+def test_gated_activation(activation: str, dtype: torch.dtype) -> None:
+    x, dy, settings = on_gpu(dtype, 37, 528), on_gpu(dtype, 37, 264), (activation, dropout())
+
+    def call() -> tuple[Tensor, ...]:
+        return (
+            ops.gated_activation_fwd(x, *settings),
+            ops.gated_activation_bwd(dy, x, *settings),
+        )
+
+    check(call)
+
+
+@DTYPES
+def test_rotary_embedding(dtype: torch.dtype) -> None:
+    x, cos, sin = on_gpu(dtype, 37, 5, 72), *on_gpu(torch.float32, 2, 37, 36)
+
+    def call() -> tuple[Tensor, ...]:
+        y = x.clone()
+        ops.rotary_embedding(y, cos, sin, False)
+        return (y,)
 
     check(call)
 

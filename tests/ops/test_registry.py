@@ -41,7 +41,7 @@ def dropout() -> ops.Dropout:
 
 
 def attention() -> tuple[Any, ...]:
-    return CU, CU, 5, 5, True, 0.5, dropout()
+    return CU, CU, 5, 5, True, 0, 0.5, dropout()
 
 
 def fp8(*shape: int) -> Tensor:
@@ -143,6 +143,11 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "bias_activation_dropout_bwd": lambda: (
         *(randn(T, C), randn(T, C), randn(C), "gelu", dropout(), randn(C), True),
     ),
+    "rotary_embedding": lambda: (
+        *(randn(T, H, C), randn(T, C // 2).float(), randn(T, C // 2).float(), False),
+    ),
+    "gated_activation_fwd": lambda: (randn(T, 2 * C), "gelu", dropout()),
+    "gated_activation_bwd": lambda: (randn(T, C), randn(T, 2 * C), "gelu", dropout()),
     "linear_activation_fwd": lambda: (
         *(randn(T, V), randn(C, V), randn(C), "gelu", dropout(), True),
     ),

@@ -99,7 +99,7 @@ def test_attention(dtype):
     rng = make_rng(device="cuda")
     for width in range(8, 129, 8):
         q, k, v, dout = torch.randn(4, 300, 2, width, device="cuda").to(dtype)
-        rest = (cu, cu, 230, 230, True, width**-0.5, ops.Dropout(0.0, rng, 0))
+        rest = (cu, cu, 230, 230, True, 0, width**-0.5, ops.Dropout(0.0, rng, 0))
         out, lse, _ = ops.attention_fwd(q, k, v, *rest)
         first = [x[5:70].double().transpose(0, 1) for x in (q, k, v)]
         expected = functional.scaled_dot_product_attention(*first, is_causal=True).transpose(0, 1)
