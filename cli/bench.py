@@ -283,10 +283,10 @@ def generate(
 @click.option(
     "--case", "cases", multiple=True, default=["roberta_base/sentences32"], show_default=True,
     metavar="CASE,...",
-    help="What to run. BERT and RoBERTa: <model>/sentences<batch>, classes of <batch> sentences of "
-    "10 to 128 tokens in random order; <model>/pairs<batch>, the same with 10 to 70 tokens, as in "
-    "MNLI; <model>/tokens<batch>, a class for each token; <model>/mlm<block>x<batch>, masked "
-    "blocks, as in bert_base/mlm512x64; <model>/b<batch>, features without training, as in "
+    help="What to run. BERT, RoBERTa and ModernBERT: <model>/sentences<batch>, classes of <batch> "
+    "sentences of 10 to 128 tokens in random order; <model>/pairs<batch>, the same with 10 to 70 "
+    "tokens, as in MNLI; <model>/tokens<batch>, a class for each token; <model>/mlm<block>x<batch>,"
+    " masked blocks, as in bert_base/mlm512x64; <model>/b<batch>, features without training, as in "
     "roberta_base/b256. GPT-2: <model>/<block>x<batch>, as in gpt2/1024x32. BART: "
     "<model>/summaries<batch>, texts of 700 tokens on average and their summaries, as in "
     "bart_large/summaries16. Marian and NLLB: <model>/<batch>, sentence pairs and verses, as in "

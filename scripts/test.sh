@@ -59,7 +59,8 @@ if [ $# = 0 ]; then
     oldest=$PWD/build/transformers-5.0.0
     [ -e "$oldest" ] || pip install --quiet --target "$oldest" transformers==5.0.0
     check env PYTHONPATH="$oldest" python -m pytest -n 2 --dist loadfile \
-        tests/huggingface/test_{accelerate,calls,fallbacks,features,gpt2,searched_text,seq2seq,vit}.py
+        tests/huggingface/test_{accelerate,calls,fallbacks,features,gpt2,modernbert,searched_text}.py \
+        tests/huggingface/test_{seq2seq,vit}.py
 fi
 
 cat "$failed" >&2

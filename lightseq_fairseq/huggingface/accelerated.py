@@ -25,6 +25,7 @@ from lightseq_fairseq.huggingface.calls import GIVEN
 from lightseq_fairseq.huggingface.covered import NotCovered, Reads
 from lightseq_fairseq.huggingface.generate import is_generating, search_in
 from lightseq_fairseq.huggingface.gpt2 import Gpt2
+from lightseq_fairseq.huggingface.modernbert import ModernBert
 from lightseq_fairseq.huggingface.seq2seq import Seq2Seq
 from lightseq_fairseq.huggingface.swapped import Coverage, Swapped, subclass
 from lightseq_fairseq.huggingface.vit import Vit
@@ -33,13 +34,18 @@ from lightseq_fairseq.ops.casting import ALIGNMENT
 Model = TypeVar("Model", bound=nn.Module)
 
 # Class of a module that our layers compute -> how, and the prefix of the names of its parts.
-_FAMILIES: dict[str, tuple[Any, str]] = {"ViTModel": (Vit, "ViT"), "GPT2Model": (Gpt2, "GPT2")}
+_FAMILIES: dict[str, tuple[Any, str]] = {
+    "ViTModel": (Vit, "ViT"),
+    "GPT2Model": (Gpt2, "GPT2"),
+    "ModernBertModel": (ModernBert, "ModernBert"),
+}
 for _prefix in ("Bert", "Roberta", "XLMRoberta", "Camembert"):
     _FAMILIES[f"{_prefix}Model"] = Bert, _prefix
 for _prefix in ("Bart", "MBart", "M2M100", "Pegasus", "Marian"):
     _FAMILIES[f"{_prefix}Encoder"] = _FAMILIES[f"{_prefix}Decoder"] = Seq2Seq, _prefix
 _SUPPORTED = (
-    "BERT, RoBERTa, XLM-R, CamemBERT, BART, mBART, M2M-100, NLLB, Pegasus, Marian, ViT and GPT-2"
+    "BERT, RoBERTa, XLM-R, CamemBERT, ModernBERT, BART, mBART, M2M-100, NLLB, Pegasus, Marian, ViT "
+    "and GPT-2"
 )
 # What else the user of a refused model can do: also if it was passed to our Trainer.
 _INSTEAD = "use the plain model and Trainer of transformers"
@@ -54,7 +60,7 @@ _PREDICTS = "LMHeadModel"  # each token from the row before it
 class _State:
     """What an accelerated encoder keeps besides its modules."""
 
-    family: Bert | Gpt2 | Seq2Seq | Vit
+    family: Bert | Gpt2 | ModernBert | Seq2Seq | Vit
     reads: Reads
     fp8: bool = False
     report: Coverage = field(default_factory=Coverage)
@@ -126,10 +132,11 @@ def accelerate(model: Model, fp8: bool = False) -> Model:
             continue
         _check_supported(encoder)
         outer = type(_owner(model, encoder)).__name__
-        reads = Reads(
-            outer.endswith(_READ_PADS), not outer.endswith(_READ_TOKENS), outer.endswith(_PREDICTS)
-        )  # fmt: skip
         kind, prefix = _FAMILIES[type(encoder).__name__]
+        reads = Reads(
+            outer.endswith(_READ_PADS), not outer.endswith(_READ_TOKENS),
+            outer.endswith(_PREDICTS), holes=kind is ModernBert,
+        )  # fmt: skip
         states[encoder] = _State(kind(encoder, prefix), reads)
     for encoder, state in states.items() if fp8 else ():
         _check_fp8(encoder, state.family.products(encoder))

@@ -61,7 +61,7 @@ class Host(NamedTuple):
     Attributes:
         pad: fills up ``input_ids``.
         reads: what its head reads.
-        most: tokens of a sentence for which it has positions.
+        most: tokens of a sentence for which it has positions; 0: it is not limited.
         has_target: it has a decoder, whose input follows from the labels.
         shifted: the decoder's input int64 [B, L] for labels [B, L], of a model whose head and loss
             treat each row of the target alone; None: they may not.
@@ -287,7 +287,8 @@ def _fill_up(
     tensors: dict[str, Tensor], names: Iterable[str], longest: int, steps: _Steps, host: Host
 ) -> None:
     """Fill up sentences to a length that many batches have, if all tensors can be filled up."""
-    more = min(steps.up(longest), host.most) - longest
+    length = steps.up(longest)
+    more = (min(length, host.most) if host.most else length) - longest
     of_tokens = [n for n in names if tensors[n].dim() > 1 and tensors[n].shape[-1] == longest]
     known = all(n in _FILLING and not tensors[n].is_floating_point() for n in of_tokens)
     if more <= 0 or not known:

@@ -18,6 +18,7 @@ from lightseq_fairseq.huggingface.covered import LayerNorm, Linear, NotCovered, 
 from lightseq_fairseq.huggingface.parts import ReadDecoderLayer, ReadEncoderLayer
 from lightseq_fairseq.layers import fused_groups
 from lightseq_fairseq.memory.packing import Segments
+from lightseq_fairseq.memory.parameters import are_neighbours
 
 Layers = Sequence[ReadEncoderLayer] | Sequence[ReadDecoderLayer]
 
@@ -112,11 +113,12 @@ def read_copies(
     parts, parameters, dtype = _read(layers, words, last)
     dtypes = {p.dtype for p in parameters}
     in_step = GIVEN.get() is not None  # then neighbours lie side by side already
-    blocks = [
-        block
-        for block in fused_groups(layers)
-        if not (in_step and all(p.is_contiguous() for p in block))
-    ]
+
+    def is_read(block: Sequence[Tensor]) -> bool:
+        is_one = in_step or (dtypes == {dtype} and are_neighbours(block))
+        return is_one and all(p.is_contiguous() for p in block)
+
+    blocks = [block for block in fused_groups(layers) if not is_read(block)]
     known = {id(p) for block in blocks for p in block}
     # A transposed matrix is not contiguous.
     blocks += [
@@ -126,7 +128,8 @@ def read_copies(
     made = (make or copies)(blocks, dtype)
     for part in parts:
         part.weight = made.get(id(part.weight), part.weight)
-        part.bias = made.get(id(part.bias), part.bias)
+        if part.bias is not None:
+            part.bias = made.get(id(part.bias), part.bias)
     return dtype
 
 
@@ -141,7 +144,7 @@ def _read(
     """What has the parameters of layers, the parameters, and the dtype that layers read."""
     parts = [part for layer in layers for part in layer.parts]
     parts += [] if last is None else [last]
-    parameters = [x for part in parts for x in (part.weight, part.bias)]
+    parameters = [x for part in parts for x in (part.weight, part.bias) if x is not None]
     for parameter in parameters:
         if parameter.device != words.device:
             raise NotCovered(f"parameters are on {parameter.device} and {words.device}")
@@ -167,11 +170,17 @@ def segments_of(
     if tuple(mask.shape) != shape:
         raise NotCovered("the attention mask is not of the shape [sentences, tokens]")
     is_real = mask.to(torch.bool)
-    after_pads = (is_real[:, 1:] & ~is_real[:, :-1]).sum()
-    total, first, wrong = torch.stack([is_real.sum(), is_real[:, 0].sum(), after_pads]).tolist()
+    after_pads = is_real & ~nn.functional.pad(is_real[:, :-1], (1, 0), value=True)
+    # A sentence without holes begins in the first column, or behind one pad.
+    holes = after_pads.sum(1) + is_real[:, 0] > 1
+    sums = [is_real.sum(), is_real[:, 0].sum(), after_pads.sum(), holes.sum()]
+    total, first, wrong, with_holes = torch.stack(sums).tolist()
     if total == is_real.numel():
         return Segments.full(shape, device)
-    reads.check(no_pads=False, first_is_real=first == shape[0], tokens_follow=wrong == 0)
+    reads.check(
+        no_pads=False, first_is_real=first == shape[0], tokens_follow=wrong == 0,
+        no_holes=with_holes == 0,
+    )  # fmt: skip
     return Segments.from_mask(is_real, total)
 
 
@@ -210,7 +219,10 @@ def rates_of(layers: Layers, first: float) -> tuple[float, ...]:
     """The dropout rates of a call; first: the rate behind the embedding."""
     return first, *(
         rate for layer in layers
-        for rate in (layer.dropout, layer.activation_dropout, *(b.dropout for b in layer.blocks))
+        for rate in (
+            layer.dropout, layer.activation_dropout, layer.feed_forward_dropout or 0.0,
+            *(b.dropout for b in layer.blocks),
+        )
     )  # fmt: skip
 
 

@@ -50,18 +50,25 @@ class Reads(NamedTuple):
         pads: all rows of pads.
         first: the first row of each sentence.
         before: the row before each real token, which a loss predicts from it.
+        holes: pads between real tokens, which a window of the encoder counts.
     """
 
     pads: bool
     first: bool
     before: bool = False
+    holes: bool = False
 
-    def check(self, no_pads: bool, first_is_real: bool, tokens_follow: bool) -> None:
-        """Raises NotCovered if it reads a row of a pad, whose features only Hugging Face computes.
+    def check(
+        self, no_pads: bool, first_is_real: bool, tokens_follow: bool, no_holes: bool
+    ) -> None:
+        """Raises NotCovered if it reads a row of a pad, whose features only Hugging Face computes,
+        or needs pads between tokens.
 
         no_pads: a batch has none. first_is_real: none is the first of a sentence. tokens_follow:
-        none is before a real token.
+        none is before a real token. no_holes: none is between two real tokens.
         """
+        if self.holes and not no_holes:
+            raise NotCovered("a sentence has pads between its tokens, which windows count")
         if self.pads and not no_pads:
             raise NotCovered("question answering also reads the features of pads")
         if self.first and not first_is_real:
@@ -71,8 +78,11 @@ class Reads(NamedTuple):
 
     def check_mask(self, is_real: np.ndarray) -> None:
         """As `check`, of a mask on the host: bool [B, L]."""
-        follows_pad = is_real[:, 1:] & ~is_real[:, :-1]
-        self.check(bool(is_real.all()), bool(is_real[:, 0].all()), not follows_pad.any())
+        follows_pad = is_real & ~np.pad(is_real[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        holes = follows_pad.sum(1) + is_real[:, 0] > 1
+        self.check(
+            bool(is_real.all()), bool(is_real[:, 0].all()), not follows_pad.any(), not holes.any()
+        )
 
 
 @dataclass(eq=False)
@@ -80,13 +90,13 @@ class Linear:
     """The tensors of an ``nn.Linear``."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
     @classmethod
-    def of(cls, module: Any) -> Linear:
+    def of(cls, module: Any, needs_bias: bool = True) -> Linear:
         """Raises NotCovered if something has changed what ``module`` computes."""
         check(module, nn.Linear)
-        return cls(tensor(module.weight), tensor(module.bias))
+        return cls(tensor(module.weight), _bias(module, needs_bias))
 
     @property
     def out_features(self) -> int:
@@ -98,14 +108,18 @@ class LayerNorm:
     """The tensors of an ``nn.LayerNorm``."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     eps: float
 
     @classmethod
-    def of(cls, module: Any) -> LayerNorm:
+    def of(cls, module: Any, needs_bias: bool = True) -> LayerNorm:
         """Raises NotCovered if something has changed what ``module`` computes."""
         check(module, nn.LayerNorm)
-        return cls(tensor(module.weight), tensor(module.bias), module.eps)
+        return cls(tensor(module.weight), _bias(module, needs_bias), module.eps)
+
+
+def _bias(module: Any, is_needed: bool) -> Tensor | None:
+    return None if module.bias is None and not is_needed else tensor(module.bias)
 
 
 def tensor(parameter: Tensor | None) -> Tensor:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from lightseq_fairseq.huggingface.covered import LayerNorm, Linear
 from lightseq_fairseq.layers.attention import AttentionParts
 from lightseq_fairseq.layers.decoder import DecoderParts
@@ -28,6 +30,8 @@ class ReadAttention(AttentionParts):
     num_heads: int
     dropout: float
     training: bool = True
+    window: int = 0
+    rotation: tuple[Tensor, Tensor] | None = None
 
     @property
     def parts(self) -> list[Linear]:
@@ -39,7 +43,7 @@ class _ReadLayer(LayerParts):
     """What both kinds of layers have; its rates are those of now."""
 
     self_attn: ReadAttention
-    self_attn_layer_norm: LayerNorm
+    self_attn_layer_norm: LayerNorm | None
     fc1: Linear
     fc2: Linear
     final_layer_norm: LayerNorm
@@ -47,6 +51,8 @@ class _ReadLayer(LayerParts):
     activation: str
     site: int
     activation_dropout: float = 0.0
+    feed_forward_dropout: float | None = None
+    is_gated: bool = False
     normalize_before: bool = False
     training: bool = True
 
@@ -56,9 +62,9 @@ class _ReadLayer(LayerParts):
 
     @property
     def parts(self) -> list[Linear | LayerNorm]:
+        norms = [self.self_attn_layer_norm, self.final_layer_norm]
         return [
-            *self.self_attn.parts, self.self_attn_layer_norm, self.fc1, self.fc2,
-            self.final_layer_norm,
+            *self.self_attn.parts, self.fc1, self.fc2, *(norm for norm in norms if norm is not None)
         ]  # fmt: skip
 
 

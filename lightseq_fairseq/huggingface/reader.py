@@ -115,6 +115,11 @@ class Reader(ABC):
         """The layers that layer drop keeps."""
         return layers
 
+    def place(  # noqa: B027  (most families have positions in their embedding)
+        self, model: Any, layers: list[Any], segments: Segments, tokens: Mapping[str, Tensor]
+    ) -> None:
+        """Let the layers know the positions of the tokens, if they and not the embedding do."""
+
     def groups(self, model: Any) -> list[list[Tensor]]:
         """Parameters that one product reads as one."""
         return fused_groups(self.layers(model))
@@ -154,6 +159,7 @@ class Reader(ABC):
                 raise
             arguments = None
         read_copies(layers, weight, last)
+        self.place(model, layers, sides["own"], call.tokens)
         # From here on nothing raises NotCovered: Hugging Face's forward would draw other masks.
         rng = rng_of(rates, call.device) if rng is None else rng
         if arguments is not None:
@@ -254,6 +260,7 @@ class Reader(ABC):
             layers, last = self.layers(model), self.last(model)
             arguments = self.embedding(model, sides["own"], tensors)
             read_copies(layers, self.weight(model), last)
+            self.place(model, layers, sides["own"], tensors)
             x = embed(**arguments, p=rates[0], rng=rng, site=self.site)
             return self._computed(model, layers, last, x, tensors.get("memory"), sides, rng)
 

@@ -87,6 +87,9 @@ class _Captured:
             "NEFTune adds noise to the embedding": args.neftune_noise_alpha is not None,
             "torch_empty_cache_steps is set": args.torch_empty_cache_steps is not None,
             "the model has several accelerated parts": len(parts) > 1 and not pair,
+            "sparse_prediction chooses rows on the host (set it to False, the step does as much)": (
+                getattr(self.model, "sparse_prediction", False)
+            ),
             "layer drop chooses layers on the host (set the model's layerdrop to 0)": drops,
             "compute_loss is another one": type(self).compute_loss is not theirs.compute_loss,
             "compute_loss_func is given": getattr(self, "compute_loss_func", None) is not None,

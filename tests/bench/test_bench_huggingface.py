@@ -51,6 +51,7 @@ def test_cases() -> None:
         ("roberta_base/pairs32", ("roberta_base", "pairs", 32, 0, True)),
         ("bert_base/mlm512x64", ("bert_base", "mlm", 64, 512, True)),
         ("roberta_base/b256", ("roberta_base", "b", 256, 0, True)),
+        ("modernbert_base/mlm1024x32", ("modernbert_base", "mlm", 32, 1024, True)),
         ("gpt2/1024x32/p0", ("gpt2", "text", 32, 1024, False)),
         ("bart_large/summaries16", ("bart_large", "summaries", 16, 0, True)),
         ("marian_big/128/p0", ("marian_big", "translation", 128, 0, False)),
@@ -106,7 +107,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("bert_base/mlm512x1", 110), ("bert_large/sentences1", 335),
         ("roberta_base/sentences1", 125), ("roberta_large/b1", 354), ("xlmr_base/tokens1", 277),
-        ("gpt2/1024x1", 124),
+        ("modernbert_base/mlm1024x1", 150), ("gpt2/1024x1", 124),
         ("bart_large/summaries1", 406), ("marian_big/1", 238), ("nllb_600m/1", 615),
         ("vit_b/1", 87), ("vit_l/1", 304),
     ],

@@ -44,6 +44,10 @@ _BERT = Model("Bert", _HEADS, _RATES)
 _ROBERTA = Model("Roberta", _HEADS, _RATES).but(
     max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5
 )
+# As answerdotai/ModernBERT-base, which drops nothing.
+_MODERNBERT = Model(
+    "ModernBert", {kind: head for kind, head in _HEADS.items() if kind != "b"}, positions=8192
+)
 _GPT2 = Model(
     "GPT2", {"text": "LMHeadModel"}, {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     positions=1024,
@@ -83,6 +87,7 @@ MODELS = {
     "roberta_base": _ROBERTA,
     "roberta_large": _ROBERTA.but(**_LARGE),
     "xlmr_base": _ROBERTA._replace(family="XLMRoberta").but(vocab_size=250_002),
+    "modernbert_base": _MODERNBERT,
     "gpt2": _GPT2,
     "bart_large": _BART,
     "marian_big": _MARIAN,
@@ -91,6 +96,15 @@ MODELS = {
     "vit_l": _VIT.but(**_LARGE),
     # For machines without a GPU, to test that everything works.
     "roberta_tiny": _ROBERTA.but(**_TINY, vocab_size=500),
+    "modernbert_tiny": _MODERNBERT.but(
+        **_TINY,
+        vocab_size=500,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+    ),
     "gpt2_tiny": _GPT2.but(n_embd=64, n_layer=2, n_head=2, vocab_size=500),
     "bart_tiny": _BART.but(**_TINY_PAIRS),
     "marian_tiny": _MARIAN.but(**_TINY_PAIRS, pad_token_id=499, decoder_start_token_id=499),
