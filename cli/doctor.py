@@ -31,7 +31,7 @@ from lightseq_fairseq.cli.start.commands import own
 from lightseq_fairseq.cli.start.old_lightseq import conflict
 
 PACKAGE = "lightseq_fairseq"
-TORCH_MINIMUM = (2, 11)
+TORCH_TESTED = (2, 11), (2, 13)  # the oldest that works, the newest that was tested
 
 # Environment variable and value -> what it slows down.
 SLOW_SETTINGS = {
@@ -63,18 +63,31 @@ def python(problems: list[Problem]) -> Facts:
 
 
 def torch(problems: list[Problem]) -> Facts:
-    install = "run scripts/setup.sh, or pip install 'torch>=2.11'"
+    oldest, newest = TORCH_TESTED
+    tested = f"pip install 'torch>={_dotted(oldest)},<{newest[0]}.{newest[1] + 1}'"
+    install = f"run scripts/setup.sh, or {tested}"
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
         problems.append(Problem("fatal", f"torch is not installed: {install}."))
         return None
-    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < TORCH_MINIMUM:
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if found < oldest:
         problems.append(Problem("fatal", f"torch {version} is too old: {install}."))
         return {"version": version, "cuda": None}
+    if found > newest:
+        text = (
+            f"torch {version} is newer than the tested versions, {_dotted(oldest)} to "
+            f"{_dotted(newest)}: if something fails, {tested}."
+        )
+        problems.append(Problem("note", text))
     import torch
 
     return {"version": version, "cuda": torch.version.cuda}
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def fairseq(problems: list[Problem]) -> Facts:
@@ -244,7 +257,7 @@ def diagnose() -> tuple[dict[str, Facts], list[Problem]]:
     problems: list[Problem] = []
     for name, section in SECTIONS.items():
         facts[name] = section(problems)
-        if name == "torch" and problems:
+        if name == "torch" and any(problem.severity == "fatal" for problem in problems):
             break
     return facts, problems
 

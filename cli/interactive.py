@@ -122,7 +122,6 @@ def _answer(cfg: Any, unknown: UnknownWords) -> None:
         logger.warning("NOTE: Constrained decoding currently assumes a shared subword vocabulary.")
     if buffer > 1:
         logger.info("Sentence buffer size: %s", buffer)
-    logger.info("NOTE: hypothesis and token scores are output in base 2")
     logger.info("Type the input sentence and press return:")
     for lines in buffered_read(cfg.interactive.input, buffer):
         for number, translation in enumerate(search.translate(lines, unknown), count):

@@ -34,10 +34,14 @@ _DETAILS = {
     "fairseq.checkpoint_utils": "Preparing to save",
     "fairseq.data": "",
     "fairseq.distributed": "",
+    # A fine-tuned model has a new head.
+    "fairseq.models.bart.model": "Overwriting ",
+    "fairseq.models.roberta.model": "Overwriting ",
     "fairseq.tasks": "(?!example )",  # --eval-bleu-print-samples
     "fairseq.trainer": "begin training|detected shared|Finished saving|loading train data|"
     "No existing|Preparing to load|Saving checkpoint",
     "fairseq.utils": "",
+    "fairseq_cli.generate": "NOTE: hypothesis",  # scores are in base 2, as docs say of the H- lines
     "fairseq_cli.train": "begin validation|criterion: |end of epoch|max tokens|model: |num. |"
     "Start iterating|task: |training on",
     "fairseq_cli.train.lightseq": "command: ",

@@ -28,8 +28,9 @@ WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # Python, once, when it compiles fairseq's strings: before 3.12 and since.
     (DeprecationWarning, r".*invalid escape sequence"),
     (SyntaxWarning, r".*invalid escape sequence"),
-    # torch 2.13: fairseq decorates functions when it is imported.
+    # torch 2.13, and 2.14 in another category: fairseq decorates functions when it is imported.
     (DeprecationWarning, r"`torch\.jit\.script` is deprecated"),
+    (FutureWarning, r"`torch\.jit\.script` is deprecated"),
     # hydra 1.1 and later: fairseq composes its configuration as for hydra 1.0.
     (UserWarning, r"hydra\.experimental\.(initialize|compose)\(\) is no longer experimental"),
     (UserWarning, r"Future Hydra versions will no longer change working directory"),

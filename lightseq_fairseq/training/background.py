@@ -43,6 +43,7 @@ class Writer:
         # Path -> True if a queued task creates the file, False if it deletes it.
         self._will_exist: dict[str, bool] = {}
         self._began = 0.0
+        self._copied: list[str] = []  # names of the copies of the file that is being saved
 
     def reserve(self, size: int, device: torch.device) -> None:
         """Allocate memory for states of ``size`` bytes in the thread; large ones take a second."""
@@ -57,7 +58,7 @@ class Writer:
             UserError: the previous checkpoint could not be written.
         """
         self.finish()
-        self._began = time.monotonic()
+        self._began, self._copied = time.monotonic(), []
         copied, wait = self._copies.of(state, device)
 
         def write() -> None:
@@ -70,6 +71,7 @@ class Writer:
     def copy(self, source: str, target: str) -> None:
         """Queue a copy of a file."""
         self._will_exist[os.path.abspath(target)] = True
+        self._copied.append(os.path.basename(target))
         self._do(partial(saving.copy, source, target, True))
 
     def remove(self, path: str) -> None:
@@ -78,9 +80,17 @@ class Writer:
         self._do(partial(os.remove, path))
 
     def say(self, text: Callable[[float], str]) -> None:
-        """Queue a log line of fairseq; ``text`` maps the seconds since `save` to the line."""
-        began = self._began
-        self._do(lambda: checkpoint_utils.logger.info("%s", text(time.monotonic() - began)))
+        """Queue a log line of fairseq; ``text`` maps the seconds since `save` to the line.
+
+        The names of the copies follow it: fairseq's line names only the first file.
+        """
+        began, copies = self._began, ", ".join(self._copied)
+        also = f", also as {copies}" if copies else ""
+
+        def log() -> None:
+            checkpoint_utils.logger.info("%s%s", text(time.monotonic() - began), also)
+
+        self._do(log)
 
     def listed(self, folder: str, names: list[str]) -> list[str]:
         """The files of ``folder`` after all queued tasks; ``names`` are the files there now."""

@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
-from fairseq.data import (
-    DenoisingDataset,
-    LanguagePairDataset,
-    MonolingualDataset,
-    RoundRobinZipDatasets,
-)
+from fairseq.data import LanguagePairDataset, MonolingualDataset, RoundRobinZipDatasets
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
+from fairseq.tasks.denoising import DenoisingTask
+from fairseq.tasks.masked_lm import MaskedLMTask
+from fairseq.tasks.multilingual_masked_lm import MultiLingualMaskedLMTask
+from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleEpochTask
 
 from lightseq_fairseq.training import divergence, resuming
 from lightseq_fairseq.training.progress import EpochProgress
@@ -42,11 +41,14 @@ _FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%
 _MANY = 30_000_000  # parameters: an update of 4096 tokens takes ten seconds on two cores
 
 _PAIRS, _BLOCKS = "sentence pairs", "blocks of text"
-_SAMPLES = {
+_SAMPLES = {  # class of the data set or of the task -> what its samples are
     LanguagePairDataset: _PAIRS,
     RoundRobinZipDatasets: _PAIRS,
+    TranslationMultiSimpleEpochTask: _PAIRS,
     MonolingualDataset: _BLOCKS,
-    DenoisingDataset: _BLOCKS,
+    DenoisingTask: _BLOCKS,
+    MaskedLMTask: _BLOCKS,
+    MultiLingualMaskedLMTask: _BLOCKS,
 }
 
 
@@ -250,12 +252,14 @@ def _settings(cfg: Any, trainer: Any, epoch: Any) -> Iterator[str]:
 
 def _data(cfg: Any, trainer: Any, epoch: Any) -> str:
     dataset = trainer.task.datasets[cfg.dataset.train_subset]
-    kind = next((name for cls, name in _SAMPLES.items() if isinstance(dataset, cls)), "samples")
     parts = dataset.datasets.values() if isinstance(dataset, RoundRobinZipDatasets) else [dataset]
+    owners = type(dataset), type(trainer.task)
+    kinds = (kind for cls, kind in _SAMPLES.items() if any(issubclass(x, cls) for x in owners))
+    count = f"{sum(map(len, parts)):,} {next(kinds, 'samples')}"
     ranks = trainer.data_parallel_world_size
     return (
-        f"{_languages(trainer.task)}{sum(map(len, parts)):,} {kind}, {len(epoch):,} batches an "
-        f"epoch{f' and rank ({ranks} ranks)' * (ranks > 1)}{_dictionaries(trainer.task)}"
+        f"{_languages(trainer.task)}{count}, {len(epoch):,} batches an epoch"
+        f"{f' and rank ({ranks} ranks)' * (ranks > 1)}{_dictionaries(trainer.task)}"
     )
 
 
@@ -279,9 +283,9 @@ def _dictionaries(task: Any) -> str:
         return ""
     first, *others = present.values()
     if all(words == first for words in others):
-        return f"; one dictionary of {len(first):,} types"
+        return f"; one dictionary of {len(first):,} words"
     sizes = (f"{name} {len(words):,}" for name, words in present.items())
-    return f"; types in the dictionaries: {', '.join(sizes)}"
+    return f"; words in the dictionaries: {', '.join(sizes)}"
 
 
 def _precision(common: Any) -> str:

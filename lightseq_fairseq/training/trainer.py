@@ -126,8 +126,8 @@ class Trainer(ResumableTrainer):
             ops = "CUDA kernels"
         reason = graphs.why_not_captured(self.device)
         if reason is None:
-            return f"captured as CUDA graphs, without pads, {ops} (all parts are ls_)"
-        return f"eager, without pads, {ops} ({reason})"
+            return f"captured as CUDA graphs, without padding, {ops} (all parts are ls_)"
+        return f"without CUDA graphs, without padding, {ops} ({reason})"
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
         """One update; see ``fairseq.trainer.Trainer.train_step``.

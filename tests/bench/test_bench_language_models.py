@@ -246,7 +246,7 @@ def test_everything_once(text: corpus.Corpus, tmp_path: Path) -> None:
         system: (tmp_path / "logs" / f"lm_tiny-64x4-bf16-{system}-1.log").read_text()
         for system in systems
     }
-    assert "step: eager, without pads" in logs["ours"]
+    assert "step: without CUDA graphs, without padding" in logs["ours"]
     (count,) = re.findall(r"num. shared model params: ([\d,]+)", logs["fairseq_no_cudnn"])
     assert int(count.replace(",", "")) == parameters(SHAPES["lm_tiny"], text.vocabulary)
     # The same text and the same loss: bits a token, in the first 50 updates.

@@ -350,7 +350,7 @@ def test_blocks_once(texts: Path, tmp_path: Path) -> None:
         assert 250 <= row["target_tokens"] <= 256  # two batches of an epoch may be short
         assert 0 < row["gpu_busy"] <= 1 and row["first_100_s"] > 0
     logs = logs_of(tmp_path, BLOCKS, systems)
-    assert "step: eager, without pads" in logs["ours"]
+    assert "step: without CUDA graphs, without padding" in logs["ours"]
     (count,) = re.findall(r"num. shared model params: ([\d,]+)", logs["fairseq_no_cudnn"])
     assert int(count.replace(",", "")) == parameters(SHAPES["roberta_tiny"], WORDS + 1)
     # The same loss: bits a masked token, in the first 50 updates.
@@ -376,7 +376,7 @@ def test_sentences_once(texts: Path, tmp_path: Path) -> None:
         assert 300 < row["target_tokens"] < 600  # of eight sentences
         assert row["sentences_per_s"] == pytest.approx(8e3 / row["ms_per_step"], abs=1)
     logs = logs_of(tmp_path, TUNED, systems)
-    assert "step: eager, without pads" in logs["ours"]
+    assert "step: without CUDA graphs, without padding" in logs["ours"]
     first = [float(re.findall(r'"loss": "([\d.]+)"', log)[0]) for log in logs.values()]
     assert first[0] == pytest.approx(first[1], abs=0.1)
 

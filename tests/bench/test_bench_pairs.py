@@ -282,7 +282,7 @@ def test_verses_once(corpora: Path, tmp_path: Path) -> None:
         x: (tmp_path / "logs" / f"{VERSES.replace('/', '-')}-{x}-1.log").read_text()
         for x in systems
     }
-    assert "step: eager, without pads" in logs["ours"]
+    assert "step: without CUDA graphs, without padding" in logs["ours"]
     (count,) = re.findall(r"num. shared model params: ([\d,]+)", logs["fairseq_no_cudnn"])
     assert int(count.replace(",", "")) == parameters(SHAPES["nllb_tiny"], WORDS)
     # The same loss, in bits a token.

@@ -413,7 +413,7 @@ def test_two_ranks(small: corpus.Corpus, tmp_path: Path) -> None:
         assert 256 < row["target_tokens"] <= 512 and 256 < row["profiled_tokens"] <= 512
     assert len({row["target_tokens"] for row in found.values()}) == 1
     log = (tmp_path / "logs" / "tiny-256-bf16-x2-ours-1.log").read_text()
-    assert "step: eager, without pads" in log
+    assert "step: without CUDA graphs, without padding" in log
 
 
 def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

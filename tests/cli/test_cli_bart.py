@@ -76,7 +76,7 @@ def test_it_trains_packed(
     caplog.set_level(logging.INFO)
     words = [data, *SMALL, *flags_of(task), "--save-dir", tmp_path, *["--native"] * native]
     cli_runs.succeed("train", *words)
-    assert ("step: eager, without pads" in caplog.text) != native
+    assert ("step: without CUDA graphs, without padding" in caplog.text) != native
 
 
 def hypotheses(log: str) -> list[tuple[str, float]]:
@@ -193,7 +193,7 @@ def test_sentences_with_labels(
     log = cli_runs.succeed("train", classes, *CLASSES, "--save-dir", tmp_path, *more)
     recipe = BART.recipes["sentence_prediction"]
     assert recipe.data in log.splitlines()[0] and "note:" not in log
-    assert ("step: eager, without pads" in caplog.text) != native
+    assert ("step: without CUDA graphs, without padding" in caplog.text) != native
     words = ["--task", "sentence_prediction", "--num-classes", "3", "--cpu", *more]
     last = tmp_path / "checkpoint_last.pt"
     assert " | accuracy " in cli_runs.succeed("validate", classes, *words, "--path", last)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import string
 from pathlib import Path
 
 import pytest
 from helpers.golden import titled
+from helpers.pages import text
 
 from lightseq_fairseq.base.families import LANGUAGE_MODEL
 from lightseq_fairseq.cli.words import defaults, registries
@@ -224,6 +226,15 @@ def test_the_printed_line_is_the_run(given: str, machine: Machine) -> None:
     assert program == "lightseq-train"
     assert words == completed
     assert defaults.complete(words, Machine(ranks=8, gpus=8, bf16=True)) == words
+
+
+def test_the_page_shows_the_whole_command_for_fairseq() -> None:
+    """fairseq-train has no recipe: with less, it would train with other settings."""
+    (shown,) = re.findall(r"^fairseq-train .* --seed (?:.*\n)*?(?=```)",
+                          text("docs/from-fairseq.md").replace("\\\n", ""), re.M)  # fmt: skip
+    (short,) = re.findall(r"`lightseq-train (data-bin .*)` on a CPU", text("docs/from-fairseq.md"))
+    completed = defaults.complete(shlex.split(short), CPU)
+    assert shlex.split(shown)[1:] == without_prefixes(completed)
 
 
 def test_a_forgotten_learning_rate_is_mentioned() -> None:

@@ -6,12 +6,14 @@ import logging
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from helpers import cli_runs, parity
 from helpers.golden import matches, refusals
 
+from lightseq_fairseq.cli.start import logs
 from lightseq_fairseq.cli.words import defaults
 from lightseq_fairseq.cli.words.argv import without_prefixes
 
@@ -39,8 +41,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_both_trainings_by_their_recipes(
-    data: Path, tmp_path: Path, native: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+    data: Path, tmp_path: Path, native: bool, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     caplog.set_level(logging.INFO)
     pretrained = tmp_path / "pretrained" / "checkpoint_last.pt"
     for words in (
@@ -54,7 +57,13 @@ def test_both_trainings_by_their_recipes(
         first = shlex.split(log.splitlines()[0])
         assert first == ["lightseq-train", *complete]
         assert first[first.index("--total-num-update") + 1] == "6"
-        assert ("step: eager, without pads" in caplog.text) != native
+        assert ("step: without CUDA graphs, without padding" in caplog.text) != native
+        kind = "samples" if words[0] == data / "classes" else "blocks of text"
+        assert re.search(rf"data: \d+ {kind}, ", caplog.text)
+        # fairseq tells of each weight of a new head that it is overwritten.
+        monkeypatch.setattr(sys, "argv", ["lightseq-train"])
+        heads = [line for line in caplog.records if "classification_heads." in line.getMessage()]
+        assert bool(heads) == (kind == "samples") and not any(map(logs.is_shown, heads))
         caplog.clear()
     tuned = tmp_path / "tuned" / "checkpoint_last.pt"
     # The criterion is that of the checkpoint.
@@ -97,7 +106,7 @@ def others(data: Path) -> Path:
          " --num-classes 2 --max-positions 64 --separator-token 2 --batch-size 8",
          "fairseq's own (our step does not support the criterion)"),
         ("corpora", "--task multilingual_masked_lm --tokens-per-sample 32 --batch-size 4 --lr 1e-3",
-         "eager, without pads"),
+         "without CUDA graphs, without padding"),
     ],
 )  # fmt: skip
 def test_its_other_tasks(

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 import fairseq_cli.train  # isort: skip
 
+from lightseq_fairseq.cli.words.argv import without_prefixes
 from lightseq_fairseq.memory.packing import PackedBatch
 
 ENCODER = "--encoder-layers 1 --encoder-embed-dim 16 --encoder-ffn-embed-dim 24"
@@ -100,6 +101,7 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     batches: list[Any] = field(default_factory=list)
+    printed: str = ""  # the complete command
 
 
 PREFIX = re.compile(r"(--(?:arch|optimizer|criterion)) (?=[a-z])")
@@ -138,6 +140,7 @@ def begun(command: str) -> Run:
     with mock.patch.object(fairseq_cli.train, "train", recorded):
         result = cli_runs.run("train", *shlex.split(f"{command} --no-save --log-format none"))
     assert isinstance(result.exception, Seen), (result.output, result.exception)
+    run.printed = result.stdout.partition("\n")[0]
     return run
 
 
@@ -184,6 +187,18 @@ def test_a_converted_command_trains_as_before(
     assert ours.shapes == native.shapes
     assert ours.batches == native.batches
     assert native.batches
+
+
+@pytest.mark.parametrize("name", ["criterion", "classes"])
+def test_the_printed_command_goes_back_to_fairseq(folders: dict[str, Path], name: str) -> None:
+    """Without the prefixes, it has the whole recipe of a command that sets none of it."""
+    short = re.sub(r"--(optimizer|criterion|lr) \S+", "", COMMANDS[name]).format(**folders)
+    ours = begun(converted(short))
+    program, *words = shlex.split(ours.printed)
+    assert program == "lightseq-train" and "--lr-scheduler" in words
+    back = begun(shlex.join(without_prefixes(words)))
+    assert back.settings == ours.settings and back.batches == ours.batches
+    assert back.settings["optimization.lr"] != [0.25]  # fairseq's default
 
 
 @pytest.fixture(scope="module")

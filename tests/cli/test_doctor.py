@@ -116,6 +116,20 @@ def test_old_torch(monkeypatch, version):
     assert problem.startswith(f"torch {version} is too old")
 
 
+@pytest.mark.parametrize("version", ["2.14.1+cpu", "3.0"])
+def test_torch_that_is_newer_than_the_tests(monkeypatch, version):
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: version)
+    result = CliRunner().invoke(doctor.main)
+    (note,) = (line for line in result.output.splitlines() if version in line and "note" in line)
+    assert note == (
+        f"note: torch {version} is newer than the tested versions, 2.11 to 2.13: if something "
+        "fails, pip install 'torch>=2.11,<2.14'."
+    )
+    assert result.exit_code == 0 and result.output.endswith("\nTraining can run.\n")
+    monkeypatch.undo()
+    assert problems(doctor.torch, "note") == []
+
+
 NONE = library.Status(None, "the CUDA build was skipped: no nvcc", (), (), ("adam_step",))
 
 

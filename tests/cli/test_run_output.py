@@ -150,7 +150,7 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     assert f"num. shared model params: {lines['model'].split()[1]} " in caplog.text
     (batches,) = re.findall(r"grouped total_num_itrs = (\d+)", caplog.text)[:1]
     assert lines["data"] == (
-        f"de-en; 40 sentence pairs, {batches} batches an epoch; types in the dictionaries: "
+        f"de-en; 40 sentence pairs, {batches} batches an epoch; words in the dictionaries: "
         "source 24, target 24"
     )
     assert re.fullmatch(r"fp32 on \d+ CPU threads?", lines["precision"])
@@ -158,8 +158,8 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
         "ls_adam, criterion ls_label_smoothed_cross_entropy, schedule inverse_sqrt, "
         "learning rate 0.0005"
     )
-    expected = "eager, without pads, PyTorch code on the CPU (CUDA graphs need a GPU)"
-    assert lines["step"] == expected
+    expected = "without CUDA graphs, without padding, PyTorch code on the CPU"
+    assert lines["step"] == f"{expected} (CUDA graphs need a GPU)"
     updates, tokens, seconds, speed = map(
         float, re.findall(r"\d[\d.]*", lines["trained"].replace(",", ""))
     )
@@ -173,6 +173,12 @@ def test_the_report_of_a_run(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
         f"{tmp_path}: checkpoint_last.pt, checkpoint_best.pt (loss {best})"
     )
     messages = caplog.messages
+    saved = [line for line in messages if line.startswith("Saved checkpoint")]
+    assert len(saved) == 2 and all(
+        line.startswith(f"Saved checkpoint {tmp_path}/checkpoint_best.pt (epoch ")
+        and line.endswith(" seconds), also as checkpoint_last.pt")
+        for line in saved
+    )
     assert messages.index(f"step: {lines['step']}") < messages.index("Start iterating over samples")
     assert messages[-1].startswith("checkpoints: ")  # after the checkpoints are written
     (progress,) = (line for line in messages if line.startswith("progress: "))
@@ -257,7 +263,7 @@ def test_data_of_other_tasks(
     heads = ["--encoder-attention-heads", "2", "--decoder-attention-heads", "2"]
     cli_runs.succeed("train", data, *words, *heads, *pairs)
     assert re.fullmatch(
-        r"de-en, en-de; 80 sentence pairs, \d+ batches an epoch; types in the dictionaries: de 24, "
+        r"de-en, en-de; 80 sentence pairs, \d+ batches an epoch; words in the dictionaries: de 24, "
         "en 24", told(caplog)["data"],
     )  # fmt: skip
     caplog.clear()
@@ -274,7 +280,7 @@ def test_data_of_other_tasks(
     )  # fmt: skip
     blocks = -(-sum(len(line.split()) + 1 for line in (text / "train.de").open()) // 20)
     assert re.fullmatch(
-        rf"{blocks} blocks of text, \d+ batches an epoch; one dictionary of 24 types",
+        rf"{blocks} blocks of text, \d+ batches an epoch; one dictionary of 24 words",
         told(caplog)["data"],
     )
     shown = {record.name for record in caplog.records if logs.is_shown(record)}
@@ -375,7 +381,7 @@ def test_the_report_on_a_gpu(data: Path, tmp_path: Path, caplog: pytest.LogCaptu
     wide += ["--decoder-attention-heads=2", "--distributed-world-size=1", "--no-save"]
     cli_runs.succeed("train", data, *words, *wide)
     lines = told(caplog)
-    kind = "captured as CUDA graphs, without pads, CUDA kernels"
+    kind = "captured as CUDA graphs, without padding, CUDA kernels"
     assert lines["step"] == f"{kind} (all parts are ls_)"
     assert lines["precision"] == f"bf16 with fp32 master weights on {torch.cuda.get_device_name()}"
     memory = re.fullmatch(r"(\d+\.\d\d) GiB of the GPU", lines["peak memory"])

@@ -50,6 +50,11 @@ def test_prepare_leaves_python_as_it_was_and_does_its_work_once() -> None:
         "from lightseq_fairseq import fairseq_compat\n"
         "assert 'torch' not in sys.modules and 'fairseq' not in sys.modules\n"
         "import torch\n"
+        "script = torch.jit.script\n"
+        "def newer(*arguments):\n"  # torch 2.14 warns in another category than 2.13
+        "    warnings.warn('`torch.jit.script` is deprecated. Please ...', FutureWarning)\n"
+        "    return script(*arguments)\n"
+        "torch.jit.script = newer\n"
         "filters = list(warnings.filters)\n"
         "fairseq_compat.prepare()\n"
         "assert dataclasses.dataclass is before[0]\n"

@@ -165,7 +165,7 @@ def test_layerdrop_is_the_files(
         "--save-dir", tmp_path / "run", "--lr", "1e-3", "--max-update", "1", "--max-tokens", "64",
         "--num-workers", "0", "--cpu",
     )  # fmt: skip
-    assert "step: eager, without pads" in caplog.text
+    assert "step: without CUDA graphs, without padding" in caplog.text
 
 
 def test_a_classification_head(tmp_path: Path) -> None:

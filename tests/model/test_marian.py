@@ -233,7 +233,7 @@ def test_a_new_model_trains_resumes_and_translates(
 
     caplog.set_level(logging.INFO)
     whole = train("run", 6)
-    assert "step: eager, without pads" in caplog.text
+    assert "step: without CUDA graphs, without padding" in caplog.text
     args = whole["cfg"]["model"]
     assert args.arch == arch and args.activation_fn == SIZES[arch][4]
     assert not whole["model"]["decoder.logits_bias"].any()

@@ -70,7 +70,7 @@ def test_runs_resume_exactly_and_in_fairseq(
     assert first + runs.run(data, tmp_path / "parts", **flags) == whole
     trained = [runs.trained(tmp_path / name) for name in ("whole", "parts")]
     assert runs.differing(*trained) == []
-    assert "step: eager, without pads" in caplog.text
+    assert "step: without CUDA graphs, without padding" in caplog.text
     # fairseq continues from our file, and we from fairseq's, with the same next loss.
     plain = {**flags, "dropout": 0, "attention_dropout": 0, "activation_dropout": 0}
     theirs = {**plain, **runs.NATIVE, **OPTIMIZER}

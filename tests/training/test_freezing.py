@@ -158,7 +158,7 @@ def test_the_command(binarised: Path, tmp_path: Path, caplog: pytest.LogCaptureF
         output = cli_runs.succeed("train", data, *words, *more, "--save-dir", folder)
         assert "--freeze encoder" in output.splitlines()[0]
     assert len(re.findall("parameters, .* trained", caplog.text)) == 2
-    assert "step: eager, without pads" in caplog.text
+    assert "step: without CUDA graphs, without padding" in caplog.text
     ours, native = (
         torch.load(folder / "checkpoint_last.pt", weights_only=False) for folder in folders
     )

@@ -243,7 +243,7 @@ def test_adapters_are_added_when_a_file_is_read(
     words += "--optimizer", "ls_adam", "--criterion", "ls_cross_entropy"
     caplog.clear()
     cli_runs.succeed("train", binarised, *small, *words, "--save-dir", tmp_path / "run")
-    assert "step: eager, without pads" in caplog.text
+    assert "step: without CUDA graphs, without padding" in caplog.text
     file = tmp_path / "run/checkpoint_last.pt"
     state = torch.load(file, weights_only=False)
     before = torch.load(base, weights_only=False)["model"]
