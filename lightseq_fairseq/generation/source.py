@@ -20,7 +20,7 @@ class SearchBatch(NamedTuple):
     forced: int64 [B, P], with an encoder the tokens that results begin with; pads, which may only
         follow them, force nothing. It has no eos.
     end_together: the tokens are the prompts of transformers, of which each ends with a real token.
-        The pads are ``decoder.padding_idx``, and count for ``max_len``.
+        The pads are the decoder's ``padding_idx``, and count for ``max_len``.
     """
 
     tokens: Tensor
