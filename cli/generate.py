@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,14 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli import score
 from lightseq_fairseq.cli.checks.trained_task import with_task
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
+from lightseq_fairseq.cli.translate import text_file
 from lightseq_fairseq.cli.translate.ahead import searched_together
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
 from lightseq_fairseq.cli.translate.text_output import output_text, text_output
-from lightseq_fairseq.cli.translate.unknown_words import counted
-from lightseq_fairseq.cli.words.argv import is_given
+from lightseq_fairseq.cli.translate.unknown_words import UnknownWords, counted
+from lightseq_fairseq.cli.words.argv import is_given, one_process
 from lightseq_fairseq.fairseq_compat import scoring
 
 
@@ -37,10 +39,15 @@ from lightseq_fairseq.fairseq_compat import scoring
     help="Score against the lines of this file.  [default: the targets in the binarised data, in "
     "which rare words are <unk>]",
 )  # fmt: skip
+@click.option(
+    "--input", "source", metavar="FILE", type=click.Path(path_type=Path),
+    help="Translate the lines of this text file, which may have millions, into --output-text. The "
+    "same command resumes after a stop.",
+)  # fmt: skip
 @output_text
 def main(
     words: list[str], native: bool, output: Path | None, reference: TextIO | None,
-    output_text: Path | None,
+    source: Path | None, output_text: Path | None,
 ) -> None:  # fmt: skip
     """Translate a binarised test set and score it, or continue prompts by a language model.
 
@@ -64,10 +71,36 @@ def main(
     --distributed-rank, only the part of that rank is translated, as in fairseq.
     """
 
+    if source is not None:
+        _translate_file(words, native, source, output_text, output or reference)
+        return
+
     def translate(fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
         _translate(fairseq_main, args, words, output, reference, output_text)
 
     run_fairseq("generate", words, native=native, complete=with_task, around=translate)
+
+
+def _translate_file(
+    words: list[str], native: bool, source: Path, target: Path | None, others: Any
+) -> None:
+    if target is None or others is not None:
+        raise UserError(
+            "--input translates a text file into the file of --output-text: add it, and remove "
+            "--output and --reference (lightseq-score computes BLEU of two files)."
+        )
+
+    def translate(fairseq_main: Callable[[Any], Any], cfg: Any) -> None:
+        _note(text_file.translate(cfg, target, words))
+
+    def complete(argv: list[str]) -> list[str]:
+        return one_process(with_task(argv))
+
+    os.environ.pop(
+        "MASTER_ADDR", None
+    )  # of torchrun: fairseq would make one group of the processes
+    given = [*words, "--input", str(source)]
+    run_fairseq("interactive", given, native=native, complete=complete, around=translate)
 
 
 def _translate(
@@ -106,8 +139,7 @@ def _translate(
                 fairseq_main(looked_up_once(args))
         if plain is not None:
             plain.writelines(f"{line}\n" for line in out.output.texts())
-        if (note := out.unknown.sentence()) is not None:
-            click.echo(f"lightseq-generate: note: {note}", err=True)
+        _note(out.unknown)
         if families.has_prompts(args.task) and reference is None:
             return  # the targets are the prompts, and each result begins with its prompt
         try:
@@ -117,6 +149,11 @@ def _translate(
             unscored = error  # still write the translations
     if unscored is not None:
         raise unscored
+
+
+def _note(unknown: UnknownWords) -> None:
+    if (note := unknown.sentence()) is not None:
+        click.echo(f"lightseq-generate: note: {note}", err=True)
 
 
 def _metric(args: Namespace, words: list[str]) -> Any:

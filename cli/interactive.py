@@ -21,7 +21,7 @@ from lightseq_fairseq.cli.translate.output import Lines
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.translate.text_output import output_text, text_output
 from lightseq_fairseq.cli.translate.unknown_words import UnknownWords, counted
-from lightseq_fairseq.cli.words.argv import is_given, is_native, with_options
+from lightseq_fairseq.cli.words.argv import is_native, one_process
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.lines import buffered_read
 from lightseq_fairseq.generation.texts import Translation
@@ -51,7 +51,7 @@ def main(words: list[str], native: bool, output_text: Path | None) -> None:
         translate = functools.partial(_translate, texts)
 
         def complete(argv: list[str]) -> list[str]:
-            return _one_process(with_task(argv))
+            return one_process(with_task(argv))
 
         run_fairseq("interactive", words, native=native, complete=complete, around=translate)
 
@@ -147,14 +147,6 @@ def _print(number: int, translation: Translation) -> None:
         print(f"P-{number}\t{' '.join(f'{score:.4f}' for score in each.token_scores)}")
         if each.alignment is not None:
             print(f"A-{number}\t{' '.join(f'{a}-{b}' for a, b in each.alignment)}")
-
-
-def _one_process(argv: list[str]) -> list[str]:
-    """``argv`` for one process; fairseq would start one per GPU, all reading the same input."""
-    ranks = ("--distributed-world-size", "--distributed-port", "--distributed-init-method")
-    if is_given(argv, ranks):
-        return argv
-    return with_options(argv, ("--distributed-world-size", "1"))
 
 
 if __name__ == "__main__":

@@ -74,3 +74,11 @@ def without_prefixes(argv: Sequence[str]) -> list[str]:
         for index, start, text in values(argv, flags):
             words[index] = words[index][:start] + text.removeprefix(PREFIX)
     return words
+
+
+def one_process(argv: list[str]) -> list[str]:
+    """``argv`` for one process; fairseq would start one per GPU, all reading the same input."""
+    ranks = ("--distributed-world-size", "--distributed-port", "--distributed-init-method")
+    if is_given(argv, ranks):
+        return argv
+    return with_options(argv, ("--distributed-world-size", "1"))

@@ -26,9 +26,9 @@ from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
-from lightseq_fairseq.cli.interactive import _one_process
 from lightseq_fairseq.cli.start import logs
 from lightseq_fairseq.cli.translate import ahead
+from lightseq_fairseq.cli.words.argv import one_process
 from lightseq_fairseq.plugins import generator
 
 COUNT = SPLITS["test"]
@@ -384,6 +384,6 @@ def test_unknown_words_of_lines(place: Path, tmp_path: Path, flags: str) -> None
 
 
 def test_one_process_reads_the_input() -> None:
-    assert _one_process(["a", "--", "b"]) == ["a", "--distributed-world-size", "1", "--", "b"]
+    assert one_process(["a", "--", "b"]) == ["a", "--distributed-world-size", "1", "--", "b"]
     given = ["a", "--distributed-world-size=2"]
-    assert _one_process(given) == given
+    assert one_process(given) == given
