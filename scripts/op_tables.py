@@ -151,11 +151,12 @@ def attention_table(rows: Rows) -> list[str]:
         others = [systems[name] for name in ("library", "cudnn") if name in systems]
         ratio = min(map(sum, others)) / sum(systems["ours"])
         alone = min(ms[0] for ms in others) / systems["ours"][0]
-        forward["without" if "nodrop" in words else "with dropout"].append(alone)
+        if "window" not in words:
+            forward["without" if "nodrop" in words else "with dropout"].append(alone)
         lines.append((
             [
                 f"20 to {length}, mean 248" if "bertmix" in words else length,
-                "causal" if "causal" in words else "full",
+                next((word for word in ("causal", "window") if word in words), "full"),
                 "128" if "w128" in words else "64",
                 "0" if "nodrop" in words else "0.1",
                 *(

@@ -38,7 +38,9 @@ class ModernBert(Reader):
         from transformers.activations import ACT2FN
 
         super().__init__()
-        self._classes = vars(sys.modules[type(model).__module__])
+        classes = sys.modules[type(model).__module__]
+        names = ("Embeddings", "EncoderLayer", "Attention", "MLP", "RotaryEmbedding")
+        self._classes = {name: getattr(classes, f"ModernBert{name}") for name in names}
         self._activation = ACTIVATIONS[model.config.hidden_activation]
         self._activation_class = type(ACT2FN[model.config.hidden_activation])
 
@@ -173,7 +175,7 @@ class ModernBert(Reader):
         ]
 
     def _check(self, module: nn.Module, name: str) -> None:
-        check(module, self._classes[f"ModernBert{name}"])
+        check(module, self._classes[name])
 
     def _layer(self, config: Any, layer: Any, site: int) -> ReadEncoderLayer:
         block, inner, norm = layer.attn, layer.mlp, layer.attn_norm

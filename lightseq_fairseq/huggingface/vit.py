@@ -33,7 +33,9 @@ class Vit(Reader):
         from transformers.activations import ACT2FN
 
         super().__init__()
-        self._classes = vars(sys.modules[type(model).__module__])
+        # Not the module itself, which cannot be copied with the model.
+        classes = vars(sys.modules[type(model).__module__])
+        self._classes = {name: x for name, x in classes.items() if isinstance(x, type)}
         self._activation = ACTIVATIONS[model.config.hidden_act]
         self._activation_class = type(ACT2FN[model.config.hidden_act])
 

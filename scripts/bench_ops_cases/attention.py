@@ -66,6 +66,7 @@ def _long_sentences(sizes: Sizes, make: Make) -> Iterator[Case]:
         name = f"{n}{HEAD_WIDTHS[width]}{'.causal' * causal}"
         batches.append((name, torch.full((BATCH // n,), n), width, causal))
     batches.append(("512.bertmix", bert_lengths(BATCH), 64, False))
+    yield from _windows(sizes, make)
     for shape, lengths, width, causal in batches:
         sentences = Segments.from_lengths(lengths.to(make.device))
         for p, part in ((sizes.dropout, ""), (0.0, ".nodrop")):
@@ -73,6 +74,15 @@ def _long_sentences(sizes: Sizes, make: Make) -> Iterator[Case]:
             inputs = _Inputs(make, heads, width, p, sentences, sentences, causal)
             deterministic = {}, {"library_deterministic": inputs.flash_deterministic}
             yield from inputs.cases(shape + part, inputs.flash(), inputs.cudnn(), deterministic)
+
+
+def _windows(sizes: Sizes, make: Make) -> Iterator[Case]:
+    """Yield the cases of windows of 64 tokens on each side, as ModernBERT's."""
+    for n in LENGTHS:
+        sentences = Segments.full((BATCH // n, n), make.device)
+        heads = sizes.width // 64
+        inputs = _Inputs(make, heads, 64, 0.0, sentences, sentences, False, window=64)
+        yield from inputs.cases(f"{n}.window.nodrop", inputs.flash())
 
 
 @dataclass
@@ -209,10 +219,12 @@ class _Inputs:
         if self.make.dtype == torch.float32 or self.make.device == "cpu":
             return {}, {}
         tensors = self.q, self.k, self.v
+        sides = ("window_size_left", "window_size_right") if self.window else ()
+        options = {"scale": self.scale, **dict.fromkeys(sides, self.window)}
 
         def forward() -> list[Tensor]:
             return torch.ops.aten._flash_attention_forward(
-                *tensors, *self.lengths, self.p, self.causal, False, scale=self.scale
+                *tensors, *self.lengths, self.p, self.causal, False, **options
             )
 
         def backward() -> Run:
@@ -220,7 +232,7 @@ class _Inputs:
             return torch.no_grad()(
                 lambda: torch.ops.aten._flash_attention_backward(
                     self.dout, *tensors, out, lse, *self.lengths, self.p, self.causal, seed,
-                    unused, scale=self.scale,
+                    unused, **options,
                 )
             )  # fmt: skip
 

@@ -221,28 +221,55 @@ def test_mean_over_masks() -> None:
     assert samples[0].std() / samples[1].std() == pytest.approx(1, abs=0.4)
 
 
+def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A third of the words is to be predicted."""
+    ids = torch.nn.utils.rnn.pad_sequence([x["input_ids"] for x in items], batch_first=True)
+    labels = ids.masked_fill((ids == 0) | (ids % 3 > 0), -100)
+    return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": labels}
+
+
+def trained(folder: Path, cls: Any, model: Any, **settings: Any) -> tuple[list[float], Any]:
+    """The losses of a copy of a model, and its trainer."""
+    torch.manual_seed(2)
+    texts = [{"input_ids": torch.randint(3, WORDS, (n % 9 + 3,))} for n in range(24)]
+    args = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+        save_strategy="no", report_to=[], disable_tqdm=True,
+        **{"use_cpu": True, "max_steps": 12, **settings},
+    )  # fmt: skip
+    trainer = cls(copy.deepcopy(model), args, train_dataset=texts, data_collator=collate)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line], trainer
+
+
 @needs_captured_step
 @pytest.mark.parametrize("bf16", [False, True])
 def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture, bf16: bool) -> None:
-    plain = build()
-    texts = [{"input_ids": torch.randint(3, WORDS, (n % 9 + 3,))} for n in range(24)]
-
-    def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        ids = torch.nn.utils.rnn.pad_sequence([x["input_ids"] for x in items], batch_first=True)
-        labels = ids.masked_fill((ids == 0) | (ids % 3 > 0), -100)
-        return {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": labels}
-
-    losses = []
-    for cls in (transformers.Trainer, lightseq.Trainer):
-        args = transformers.TrainingArguments(
-            str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2,
-            logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
-            gradient_accumulation_steps=2, bf16=bf16,
-        )  # fmt: skip
-        trainer = cls(copy.deepcopy(plain), args, train_dataset=texts, data_collator=collate)
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
-    assert losses[1] == pytest.approx(losses[0], rel=0.05 if bf16 else 1e-4)
+    settings, plain = {"gradient_accumulation_steps": 2, "bf16": bf16}, build()
+    theirs, _ = trained(tmp_path, transformers.Trainer, plain, **settings)
+    ours, trainer = trained(tmp_path, lightseq.Trainer, plain, **settings)
+    assert ours == pytest.approx(theirs, rel=0.05 if bf16 else 1e-4)
     assert_ours(trainer.model, 24)
     assert not caplog.text
+
+
+@needs_captured_step
+def test_fp8(tmp_path: Path) -> None:
+    """Queries and keys are rotated, and gates applied, in bfloat16; all products are in fp8."""
+    model = build(intermediate_size=32)
+    expected, _ = trained(tmp_path, lightseq.Trainer, model, bf16=True)
+    lightseq.accelerate(model, fp8=True)
+    found, trainer = trained(tmp_path, lightseq.Trainer, model, bf16=True)
+    assert found != expected and found == pytest.approx(expected, rel=0.15)
+    assert_ours(trainer.model)
+
+
+@needs_captured_step
+def test_sparse_prediction(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = build(sparse_prediction=True)
+    theirs, _ = trained(tmp_path, transformers.Trainer, model, max_steps=3)
+    ours, trainer = trained(tmp_path, lightseq.Trainer, model, max_steps=3)
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert "sparse_prediction chooses rows on the host" in caplog.text
+    assert_ours(trainer.model)

@@ -71,6 +71,12 @@ def test_random_models(name: str) -> None:
         assert_ours(ours, 1)
 
 
+def test_a_copy_is_accelerated() -> None:
+    ours = lightseq.accelerate(build().eval())
+    images = torch.randn(1, 3, 12, 12)
+    torch.testing.assert_close(copy.deepcopy(ours)(images).logits, ours(images).logits)
+
+
 def test_refusal() -> None:
     with pytest.raises(UserError, match=r"without bias \(qkv_bias\) is not supported"):
         lightseq.accelerate(build(qkv_bias=False))
