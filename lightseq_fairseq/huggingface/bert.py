@@ -169,9 +169,6 @@ class Bert(Reader):
         self._check(end, "Output")
         check(layer.intermediate.intermediate_act_fn, self._activation_class)
         check(block.dropout, nn.Dropout)
-        dropout = rate(end.dropout)
-        if dropout != rate(behind.dropout):
-            raise NotCovered("a layer has two dropout rates")
         return ReadEncoderLayer(
             self_attn=ReadAttention(
                 q_proj=Linear.of(block.query), k_proj=Linear.of(block.key),
@@ -182,8 +179,8 @@ class Bert(Reader):
             ),
             self_attn_layer_norm=LayerNorm.of(behind.LayerNorm),
             fc1=Linear.of(layer.intermediate.dense), fc2=Linear.of(end.dense),
-            final_layer_norm=LayerNorm.of(end.LayerNorm), dropout=dropout,
-            activation=self._activation, site=site,
+            final_layer_norm=LayerNorm.of(end.LayerNorm), dropout=rate(behind.dropout),
+            feed_forward_dropout=rate(end.dropout), activation=self._activation, site=site,
         )  # fmt: skip
 
     def embedding(

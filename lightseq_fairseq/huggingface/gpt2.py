@@ -173,9 +173,6 @@ class Gpt2(Reader):
         self._check(inner, "MLP")
         check(inner.act, self._activation_class)
         check(block.attn_dropout, nn.Dropout)
-        dropout = rate(block.resid_dropout)
-        if dropout != rate(inner.dropout):
-            raise NotCovered("a layer has two dropout rates")
         weight, bias = self._transposed(block.c_attn)
         q, k, v = map(Linear, weight.chunk(3), bias.chunk(3))
         return ReadEncoderLayer(
@@ -186,6 +183,7 @@ class Gpt2(Reader):
             ),
             self_attn_layer_norm=LayerNorm.of(layer.ln_1),
             fc1=Linear(*self._transposed(inner.c_fc)), fc2=Linear(*self._transposed(inner.c_proj)),
-            final_layer_norm=LayerNorm.of(layer.ln_2), dropout=dropout,
-            activation=self._activation, site=site, normalize_before=True,
+            final_layer_norm=LayerNorm.of(layer.ln_2), dropout=rate(block.resid_dropout),
+            feed_forward_dropout=rate(inner.dropout), activation=self._activation, site=site,
+            normalize_before=True,
         )  # fmt: skip

@@ -42,18 +42,15 @@ class Vit(Reader):
     @staticmethod
     def unsupported(config: Any) -> dict[str, Any]:
         """What our layers lack -> whether the configuration has it."""
-        return {
-            "queries, keys and values without bias (qkv_bias)": not config.qkv_bias,
-            **unsupported_sizes(
-                config.hidden_act, config.hidden_size, config.num_attention_heads,
-                config.intermediate_size,
-            ),
-        }  # fmt: skip
+        return unsupported_sizes(
+            config.hidden_act, config.hidden_size, config.num_attention_heads,
+            config.intermediate_size,
+        )  # fmt: skip
 
     def layers(self, model: Any) -> list[ReadEncoderLayer]:
         check_attention(model.config)
         return [
-            self._layer(layer, place * SITES_PER_LAYER)
+            self._layer(model.config, layer, place * SITES_PER_LAYER)
             for place, layer in enumerate(_stack(model), 1)
         ]
 
@@ -100,7 +97,7 @@ class Vit(Reader):
     def _check(self, module: nn.Module, name: str) -> None:
         check(module, self._classes[f"ViT{name}"])
 
-    def _layer(self, layer: Any, site: int) -> ReadEncoderLayer:
+    def _layer(self, config: Any, layer: Any, site: int) -> ReadEncoderLayer:
         self._check(layer, "Layer")
         block = layer.attention
         self._check(block, "Attention")
@@ -123,9 +120,8 @@ class Vit(Reader):
             drops = rate(behind.dropout), rate(end.dropout)
             attention_rate = block.dropout_prob
         check(activation, self._activation_class)
-        if drops[0] != drops[1]:
-            raise NotCovered("a layer has two dropout rates")
-        q, k, v, out, fc1, fc2 = map(Linear.of, read)
+        q, k, v = (Linear.of(x, needs_bias=config.qkv_bias) for x in read[:3])
+        out, fc1, fc2 = map(Linear.of, read[3:])
         return ReadEncoderLayer(
             self_attn=ReadAttention(
                 q_proj=q, k_proj=k, v_proj=v, out_proj=out,
@@ -134,7 +130,8 @@ class Vit(Reader):
             ),
             self_attn_layer_norm=LayerNorm.of(layer.layernorm_before), fc1=fc1, fc2=fc2,
             final_layer_norm=LayerNorm.of(layer.layernorm_after), dropout=drops[0],
-            activation=self._activation, site=site, normalize_before=True,
+            feed_forward_dropout=drops[1], activation=self._activation, site=site,
+            normalize_before=True,
         )  # fmt: skip
 
 

@@ -358,8 +358,8 @@ def test_other_models_are_refused() -> None:
         lightseq.accelerate(model)
     assert str(raised.value) == (
         "T5ForConditionalGeneration is not supported (supported: BERT, RoBERTa, XLM-R, CamemBERT, "
-        "BART, mBART, M2M-100, NLLB, Pegasus, Marian, ViT and GPT-2): use the plain model and "
-        "Trainer of transformers."
+        "ModernBERT, BART, mBART, M2M-100, NLLB, Pegasus, Marian, ViT and GPT-2): use the plain "
+        "model and Trainer of transformers."
     )
 
 

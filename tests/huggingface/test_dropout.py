@@ -67,12 +67,15 @@ def attention(model: Any) -> Iterator[nn.Module]:
     yield model.bert.encoder.layer[1].attention.self.dropout
 
 
-def behind(model: Any) -> Iterator[nn.Module]:
+def behind_attention(model: Any) -> Iterator[nn.Module]:
     yield model.bert.encoder.layer[1].attention.output.dropout
+
+
+def behind_feed_forward(model: Any) -> Iterator[nn.Module]:
     yield model.bert.encoder.layer[1].output.dropout
 
 
-PLACES = [embedding, attention, behind]
+PLACES = [embedding, attention, behind_attention, behind_feed_forward]
 
 
 @pytest.mark.parametrize("place", PLACES)

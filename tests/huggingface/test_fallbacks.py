@@ -324,10 +324,6 @@ def test_parameters_elsewhere() -> None:
         assert_same(computed(ours, batch), computed(plain, batch))
 
 
-def two_rates(model: Any) -> None:
-    model.bert.encoder.layer[0].output.dropout.p = 0.5
-
-
 def some_checkpoints(model: Any) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.bert.encoder.layer[1].gradient_checkpointing = False
@@ -344,7 +340,6 @@ def nothing(model: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "left", "reason"),
     [
-        ("BertForMaskedLM", two_rates, False, "a layer has two dropout rates"),
         ("BertForMaskedLM", some_checkpoints, False, "only some layers are checkpointed"),
         ("BertForMaskedLM", linear_hook, False, "a Linear has hooks"),
         ("BertForNextSentencePrediction", nothing, True, "a sentence begins with a pad"),
