@@ -259,7 +259,7 @@ def test_row() -> None:
     [
         "roberta_tiny/sentences2/p0", "roberta_tiny/tokens2/p0", "roberta_tiny/mlm32x2/p0",
         "gpt2_tiny/32x2/p0", "bart_tiny/summaries2/p0", "marian_tiny/2/p0", "nllb_tiny/2/p0",
-        "vit_tiny/2",
+        "vit_tiny/2", "modernbert_tiny/mlm32x2",
     ],
 )  # fmt: skip
 def test_prepared_shapes_change_no_loss(case: str, tmp_path: Path) -> None:
