@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import importlib.util
 import itertools
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,14 +19,6 @@ from typing import IO
 import pytest
 import torch
 from helpers import garbage, shared
-
-# Packages of the root that tests import, such as scripts for `python -m scripts.tables`. The root
-# is not on the path, because there its cli would come before the tested package.
-for _name in ("scripts", "examples"):
-    _file = Path(__file__).resolve().parents[1] / _name / "__init__.py"
-    _spec = importlib.util.spec_from_file_location(_name, _file)
-    assert _spec is not None
-    sys.modules[_name] = importlib.util.module_from_spec(_spec)
 
 # fairseq leaves data loaders to the garbage collector, which may free the queues of the worker
 # processes before the loader. It then waits so long for each worker, instead of 5 s.

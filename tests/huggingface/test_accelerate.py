@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.accelerated import (
-    assert_ours,
-    assert_same,
-    batch_of,
-    build,
-    computed,
-    mask_of,
-    pair,
-)
+from helpers.accelerated import assert_ours, assert_same, pair
 from safetensors.torch import load_file
 from torch import nn
 
@@ -29,6 +21,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface import calls
 from lightseq_fairseq.huggingface.copies import copies
 from lightseq_fairseq.memory.parameters import as_one
+from scripts.random_models import batch_of, build, computed, mask_of
 
 LENGTHS = (4, 7, 2)
 

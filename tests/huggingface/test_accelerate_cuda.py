@@ -7,13 +7,13 @@ import random
 from typing import Any
 
 import pytest
-import test_seq2seq as pairs
 import torch
-from helpers.accelerated import assert_ours, batch_of, build, mask_of
+from helpers.accelerated import assert_ours
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.huggingface.reader import Reader
+from scripts.random_models import PAIRS, batch_of, build, mask_of, random_batch
 
 MODES = ("bfloat16", "autocast", "float32")
 MASKED, CLASSES = "BertForMaskedLM", "RobertaForSequenceClassification"
@@ -36,16 +36,16 @@ def gradients(model: Any, batch: dict[str, Any], mode: str) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [MASKED, CLASSES, *pairs.FAMILIES])
+@pytest.mark.parametrize("name", [MASKED, CLASSES, *PAIRS])
 def test_error_against_float64(name: str, mode: str) -> None:
     torch.manual_seed(1)
     source, dtype = random.Random(2), torch.bfloat16 if mode == "bfloat16" else torch.float32
     squares = {"ours": 0.0, "plain": 0.0}
     for _ in range(3):
-        if name in pairs.FAMILIES:
+        if name in PAIRS:
             sizes = {"d_model": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
-            exact = pairs.build(name, scale_embedding=True, **sizes)
-            batches = [pairs.batch_of(source) for _ in range(3)]
+            exact = build(name, scale_embedding=True, **sizes)
+            batches = [random_batch(source, exact) for _ in range(3)]
         else:
             exact = build(name, **SIZES)
             lengths = [[source.randint(1, 70) for _ in range(6)] for _ in range(3)]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_seq2seq as pairs
 import torch
-from helpers.accelerated import assert_ours, build, one_warning, pair, transformers
-from test_gpt2 import build as build_gpt2
+from helpers.accelerated import assert_ours, one_warning, pair, transformers
 from test_trainers import CAPTURED, trained, trainer_of
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
+from scripts.random_models import PAD, batch_of, build, collated, mask_of
 
 FEW = {"max_steps": 30, "warmup_steps": 2, "logging_steps": 5, "bf16": True}
 
@@ -57,26 +55,19 @@ def test_losses_are_near_those_of_bfloat16(tmp_path: Path) -> None:
 
 def test_encoder_and_decoder(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model = pairs.build("Bart", encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_layers=1)
-    source = random.Random(2)
-    batches = [{k: v[:1] for k, v in pairs.batch_of(source).items()} for _ in range(24)]
-    examples = [{name: x[0].tolist() for name, x in batch.items()} for batch in batches]
+    model = build("Bart", encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_layers=1)
+    batches = [batch_of(model, mask_of([n % 11 + 2])) for n in range(24)]
+    examples = [{name: x[0] for name, x in batch.items()} for batch in batches]
     args = transformers.Seq2SeqTrainingArguments(
         str(tmp_path), max_steps=8, per_device_train_batch_size=4, use_cpu=True, bf16=True,
         report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=2, learning_rate=1e-3,
     )  # fmt: skip
 
-    def collated(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        fill = {"input_ids": pairs.PAD, "attention_mask": 0, "labels": -100}
-        return {
-            name: torch.nn.utils.rnn.pad_sequence(
-                [torch.tensor(item[name]) for item in items], True, value
-            )
-            for name, value in fill.items()
-        }
-
     trainer = lightseq.Seq2SeqTrainer(
-        lightseq.accelerate(model, fp8=True), args, train_dataset=examples, data_collator=collated
+        lightseq.accelerate(model, fp8=True),
+        args,
+        train_dataset=examples,
+        data_collator=lambda items: collated(items, PAD),
     )
     losses, watch = seen(trainer)
     # Of the encoder 4, of two layers of the decoder 6 each, and keys and values of both at once.
@@ -90,7 +81,7 @@ def test_bad_input(tmp_path: Path) -> None:
     ):
         lightseq.accelerate(build("BertModel"), fp8=True)
     with pytest.raises(UserError, match=r"^GPT2Model with matrices that are stored transposed"):
-        lightseq.accelerate(build_gpt2(n_inner=32), fp8=True)
+        lightseq.accelerate(build("GPT2LMHeadModel", n_inner=32), fp8=True)
     for settings, reason in (
         ({"bf16": False}, "^fp8 needs bfloat16: set bf16=True"),
         (

@@ -6,20 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.accelerated import (
-    SMALL,
-    Result,
-    assert_ours,
-    assert_same,
-    batch_of,
-    computed,
-    mask_of,
-    one_warning,
-    pair,
-)
+from helpers.accelerated import assert_ours, assert_same, one_warning, pair
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.layers.stack import Stack
+from scripts.random_models import POSITIONS, Result, batch_of, computed, mask_of
 
 LENGTHS = (4, 7, 2)
 
@@ -118,11 +109,11 @@ def test_given_positions(name: str) -> None:
     batch = batch_of(plain, mask_of(LENGTHS))
     padding = 0 if plain.config.pad_token_id is None else plain.config.pad_token_id
     for shape in ((3, 7), (1, 7)):
-        positions = torch.randint(0, SMALL["max_position_embeddings"], shape)
+        positions = torch.randint(0, POSITIONS, shape)
         positions[:, 0] = padding  # whose row of RoBERTa has no gradient
         both(plain, ours, {**batch, "position_ids": positions})
     assert_ours(ours)
-    for position in (-1, SMALL["max_position_embeddings"]):
+    for position in (-1, POSITIONS):
         with pytest.raises((IndexError, RuntimeError)):
             ours(**batch, position_ids=torch.full((3, 7), position))
 
@@ -138,7 +129,7 @@ def test_indices_without_a_row_are_errors() -> None:
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForMaskedLM"])
 def test_more_tokens_than_positions_are_an_error(name: str) -> None:
     plain, ours = pair(name)
-    batch = {"input_ids": torch.full((2, SMALL["max_position_embeddings"] + 1), 5)}
+    batch = {"input_ids": torch.full((2, POSITIONS + 1), 5)}
     for model in (plain, ours):
         with pytest.raises((IndexError, RuntimeError)):
             model(**batch)

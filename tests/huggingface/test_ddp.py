@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from helpers.accelerated import assert_ours, assert_same, batch_of, build, computed, mask_of
+from helpers.accelerated import assert_ours, assert_same
 from test_trainers import CAPTURED, PLAIN, trained, trainer_of
 from torch import distributed, nn
 
 import lightseq_fairseq.huggingface as lightseq
+from scripts.random_models import batch_of, build, computed, mask_of
 
 
 def compare(rank: int, models: list[Any], batches: list[list[Any]], autocast: bool) -> None:

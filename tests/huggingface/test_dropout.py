@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.accelerated import (
-    assert_ours,
-    assert_same,
-    batch_of,
-    build,
-    computed,
-    mask_of,
-    pair,
-)
+from helpers.accelerated import assert_ours, assert_same, pair
 from torch import Tensor, nn
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq import ops
+from scripts.random_models import batch_of, build, computed, mask_of
 
 LENGTHS = (4, 7, 2)
 

@@ -8,22 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.accelerated import (
-    assert_ours,
-    assert_same,
-    batch_of,
-    build,
-    computed,
-    mask_of,
-    one_warning,
-    pair,
-)
+from helpers.accelerated import assert_ours, assert_same, one_warning, pair
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lightseq_fairseq.huggingface as lightseq
+from scripts.random_models import batch_of, build, computed, mask_of
 
 LENGTHS = (4, 7, 2)
 

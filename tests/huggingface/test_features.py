@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.accelerated import batch_of, build, mask_of, random_mask
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
@@ -19,6 +18,7 @@ from lightseq_fairseq.huggingface import reader
 from lightseq_fairseq.huggingface.calls import Options, rates_of
 from lightseq_fairseq.huggingface.covered import Reads
 from lightseq_fairseq.huggingface.reader import Call
+from scripts.random_models import batch_of, build, mask_of, random_mask
 
 READS = Reads(pads=False, first=False)
 NAMES = ("input_ids", "token_type_ids", "position_ids")
@@ -39,7 +39,7 @@ def test_from_graph(name: str) -> None:
     torch.manual_seed(1)
     source, model = random.Random(2), lightseq.accelerate(build(name).eval())
     for _ in range(20):
-        mask, given = random_mask(source, "ForMaskedLM")
+        mask, given = random_mask(source, "BertForMaskedLM")
         batch = batch_of(model, mask, given, types=source.random() < 0.5)
         with torch.no_grad():
             found = by_graph(model, batch)

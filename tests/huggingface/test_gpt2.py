@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,50 +12,25 @@ from helpers.accelerated import (
     IS_OLDEST,
     assert_ours,
     assert_same,
-    by_graphs,
-    mask_of,
     needs_captured_step,
     one_warning,
     transformers,
 )
-from helpers.accelerated import computed as result_of
-from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
+from scripts.random_models import (
+    batch_of,
+    build,
+    by_graphs,
+    collated,
+    computed,
+    mask_of,
+    random_batch,
+    random_config,
+)
 
-WORDS = 40
-
-
-def build(name: str = "GPT2LMHeadModel", **config: Any) -> Any:
-    cls = getattr(transformers, name)
-    sizes = {
-        "vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24,
-        "n_positions": 20, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
-        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "num_labels": 3,
-        "classifier_dropout": 0.0,
-    }  # fmt: skip
-    model = cls(cls.config_class(**{**sizes, **config})).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model
-
-
-def batch_of(source: random.Random, name: str, masks: bool = True) -> dict[str, Tensor]:
-    lengths = [source.randint(1, 14) for _ in range(source.randint(1, 4))]
-    mask = mask_of(lengths)
-    if not masks:
-        mask = torch.ones_like(mask)
-    ids = torch.randint(1, WORDS, mask.shape).masked_fill(mask == 0, 0)
-    batch = {"input_ids": ids}
-    if masks:
-        batch["attention_mask"] = mask
-    if name.endswith("SequenceClassification"):
-        return {**batch, "labels": torch.randint(3, (len(ids),))}
-    if name.endswith("TokenClassification"):
-        return {**batch, "labels": torch.randint(3, ids.shape).masked_fill(mask == 0, -100)}
-    return {**batch, "labels": ids.masked_fill(mask == 0, -100)}
+NAME, WORDS = "GPT2LMHeadModel", 40
 
 
 @pytest.mark.parametrize(
@@ -66,22 +40,16 @@ def test_random_models_and_batches(name: str) -> None:
     source = random.Random(name)
     torch.manual_seed(1)
     for number in range(10):
-        heads, head = source.randint(1, 3), source.choice((8, 16))
-        plain = build(
-            name, n_embd=heads * head, n_head=heads, n_layer=source.randint(1, 3),
-            n_inner=source.choice((None, 8, 24)),
-            activation_function=source.choice(("gelu_new", "relu", "gelu")),
-            attn_implementation=source.choice(("sdpa", "eager")),
-        )  # fmt: skip
+        plain = build(name, **random_config(source, name))
         ours, passes = lightseq.accelerate(copy.deepcopy(plain)), 1 + number % 2
         for _ in range(5):
-            batch = batch_of(source, name, masks=source.random() < 0.8)
+            batch = random_batch(source, plain)
             # States are not captured.
             options = {"output_hidden_states": passes == 1, "use_cache": False}
             with by_graphs(passes == 2):
                 for _ in range(passes):  # the second pass of a shape is captured
-                    found = result_of(ours, batch, **options)
-            expected = result_of(plain, batch, **options)
+                    found = computed(ours, batch, **options)
+            expected = computed(plain, batch, **options)
             if name.endswith("SequenceClassification"):  # of the last token
                 found, expected = (x._replace(states=[]) for x in (found, expected))
             assert_same(found, expected)
@@ -92,20 +60,20 @@ def test_random_models_and_batches(name: str) -> None:
 def test_tokens_after_pads(is_graph: bool) -> None:
     """A loss predicts each token from the row before it, also from that of a pad."""
     torch.manual_seed(4)
-    plain = build()
+    plain = build(NAME)
     for mask in (mask_of((3, 5), left=True), torch.tensor([[1, 1, 1], [1, 0, 1]])):
         ours = lightseq.accelerate(copy.deepcopy(plain))
         ids = torch.randint(1, WORDS, mask.shape)
         batch = {"input_ids": ids, "attention_mask": mask}
         batch["labels"] = ids.masked_fill(mask == 0, -100)
         with by_graphs(is_graph), one_warning("because a token follows a pad"):
-            found = result_of(ours, batch, use_cache=False)
-        assert_same(found, result_of(plain, batch, use_cache=False))
+            found = computed(ours, batch, use_cache=False)
+        assert_same(found, computed(plain, batch, use_cache=False))
 
 
 def test_generation() -> None:
     torch.manual_seed(2)
-    plain = build().eval()
+    plain = build(NAME).eval()
     ours = lightseq.accelerate(copy.deepcopy(plain))
     ids = torch.randint(1, WORDS, (2, 4))
     words = [m.generate(input_ids=ids, max_length=12, do_sample=False) for m in (plain, ours)]
@@ -117,7 +85,7 @@ def test_generation() -> None:
 def test_packed_sentences() -> None:
     """cu_seq_lens_q is obeyed; position_ids alone are Hugging Face's."""
     torch.manual_seed(3)
-    plain = build()
+    plain = build(NAME)
     ours = lightseq.accelerate(copy.deepcopy(plain))
     lengths = [4, 7, 2]
     ids = torch.randint(1, WORDS, (1, sum(lengths)))
@@ -142,25 +110,18 @@ def test_refusals() -> None:
         ({"n_embd": 272}, "head width"),
     ):
         with pytest.raises(UserError, match=what):
-            lightseq.accelerate(build(**config))
+            lightseq.accelerate(build(NAME, **config))
 
 
 @needs_captured_step
 @pytest.mark.parametrize("bf16", [False, True])
 def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture, bf16: bool) -> None:
     torch.manual_seed(4)
-    plain = build()
-    texts = [{"input_ids": torch.randint(1, WORDS, (n % 9 + 3,))} for n in range(24)]
-
-    def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        ids = torch.nn.utils.rnn.pad_sequence([x["input_ids"] for x in items], batch_first=True)
-        mask = ids.ne(0).long()
-        return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "labels": ids.masked_fill(mask == 0, -100),
-        }
-
+    plain = build(NAME)
+    texts = [
+        {name: x[0] for name, x in batch_of(plain, mask_of([n % 9 + 3])).items()}
+        for n in range(24)
+    ]  # fmt: skip
     losses = []
     for cls in (transformers.Trainer, lightseq.Trainer):
         args = transformers.TrainingArguments(
@@ -168,7 +129,10 @@ def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture, bf16: boo
             logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
             gradient_accumulation_steps=2, bf16=bf16,
         )  # fmt: skip
-        trainer = cls(copy.deepcopy(plain), args, train_dataset=texts, data_collator=collate)
+        trainer = cls(
+            copy.deepcopy(plain), args, train_dataset=texts,
+            data_collator=lambda items: collated(items, 0),
+        )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])

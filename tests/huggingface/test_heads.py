@@ -8,25 +8,22 @@ from collections import defaultdict
 
 import pytest
 import torch
-from helpers.accelerated import (
+from helpers.accelerated import IS_OLDEST, assert_ours, assert_same, pair
+from torch import Tensor
+
+import lightseq_fairseq.huggingface as lightseq
+from lightseq_fairseq.huggingface.copies import copies
+from scripts.random_models import (
     BERT_HEADS,
     HEADS,
-    IS_OLDEST,
-    assert_ours,
-    assert_same,
     batch_of,
     build,
     by_graphs,
     computed,
     mask_of,
-    pair,
     random_config,
     random_mask,
 )
-from torch import Tensor
-
-import lightseq_fairseq.huggingface as lightseq
-from lightseq_fairseq.huggingface.copies import copies
 
 NAMES = [f"Bert{head}" for head in BERT_HEADS]
 NAMES += [f"{kind}{head}" for kind in ("Roberta", "XLMRoberta", "Camembert") for head in HEADS]

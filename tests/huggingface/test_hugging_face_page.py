@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.accelerated import assert_ours, build, transformers
+from helpers.accelerated import assert_ours, transformers
 from helpers.pages import blocks
 
 import lightseq_fairseq.huggingface as lightseq
+from scripts.random_models import build
 
 
 def test_two_trainers(

@@ -11,65 +11,40 @@ from typing import Any
 import pytest
 import torch
 from helpers.accelerated import (
-    HEADS,
     IS_OLDEST,
-    LONGEST,
-    WORDS,
     assert_ours,
     assert_same,
-    batch_of,
-    by_graphs,
-    computed,
-    mask_of,
     needs_captured_step,
     one_warning,
-    random_mask,
     transformers,
 )
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
-
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
+from scripts import random_models as models
+from scripts.random_models import (
+    GLOBAL,
+    HEADS,
+    LOCAL,
+    LONGEST,
+    batch_of,
+    by_graphs,
+    computed,
+    mask_of,
+    random_mask,
+)
 
 
 def build(name: str = "ForMaskedLM", dtype: torch.dtype = torch.float32, **config: Any) -> Any:
     """A model in training mode, whose parameters are all random."""
-    sizes = {
-        "vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
-        "intermediate_size": 24, "local_attention": 4, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "reference_compile": False,
-        "initializer_range": 0.2,
-    }  # fmt: skip
-    cls = getattr(transformers, f"ModernBert{name}")
     torch.manual_seed(1)
-    model = cls(transformers.ModernBertConfig(**{**sizes, **config})).to(dtype).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model
+    return models.build(f"ModernBert{name}", dtype, **config)
 
 
 def pair(*args: Any, **config: Any) -> tuple[Any, Any]:
     plain = build(*args, **config)
     return plain, lightseq.accelerate(copy.deepcopy(plain))
-
-
-def random_config(source: random.Random) -> dict[str, Any]:
-    heads, layers = source.randint(1, 3), source.randint(1, 4)
-    config = {
-        "num_attention_heads": heads, "hidden_size": heads * source.choice((8, 16, 24)),
-        "num_hidden_layers": layers, "intermediate_size": 8 * source.randint(1, 6),
-        "hidden_activation": source.choice(("gelu", "silu", "relu", "gelu_pytorch_tanh")),
-        "layer_types": [source.choice((LOCAL, GLOBAL)) for _ in range(layers)],
-        "local_attention": source.choice((2, 4, 7, 40)),
-        "classifier_pooling": source.choice(("cls", "mean")),
-        "attn_implementation": source.choice(("sdpa", "eager")),
-    }  # fmt: skip
-    for bias in ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias", "decoder_bias"):
-        config[bias] = source.random() < 0.3
-    return config
 
 
 def rotated_in_float64(*heads_and_tables: Tensor, unsqueeze_dim: int = 1) -> list[Tensor]:
@@ -84,7 +59,7 @@ def rotated_in_float64(*heads_and_tables: Tensor, unsqueeze_dim: int = 1) -> lis
 def test_random_models_and_batches(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     source = random.Random(name)
     for number in range(6):
-        dtype, config = torch.float32, random_config(source)
+        dtype, config = torch.float32, models.random_config(source, f"ModernBert{name}")
         if number % 2:  # only then the largest error is that of rounding to float64
             dtype, config["attn_implementation"] = torch.float64, "sdpa"
             module = sys.modules[transformers.ModernBertModel.__module__]
@@ -96,8 +71,6 @@ def test_random_models_and_batches(monkeypatch: pytest.MonkeyPatch, name: str) -
             batch = batch_of(plain, mask, given, types=False)
             if has_holes(mask):
                 continue
-            if name.endswith("MultipleChoice") and plain.config.classifier_pooling == "mean":
-                batch["attention_mask"] = mask.unflatten(0, (-1, 2))  # which it needs
             passes = source.randint(1, 2)
             # States are not captured.
             options = {"output_hidden_states": passes == 1}
@@ -154,7 +127,7 @@ def test_packed_sentences() -> None:
     """Windows and positions are those of each sentence, as if it were alone."""
     plain, ours = pair()
     lengths = [4, 9, 2]
-    ids = torch.randint(3, WORDS, (1, sum(lengths)))
+    ids = torch.randint(3, 24, (1, sum(lengths)))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     cu_seqlens = torch.tensor([0, 4, 13, 15], dtype=torch.int32)
     packed = ours(
@@ -231,7 +204,7 @@ def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def trained(folder: Path, cls: Any, model: Any, **settings: Any) -> tuple[list[float], Any]:
     """The losses of a copy of a model, and its trainer."""
     torch.manual_seed(2)
-    texts = [{"input_ids": torch.randint(3, WORDS, (n % 9 + 3,))} for n in range(24)]
+    texts = [{"input_ids": torch.randint(3, 24, (n % 9 + 3,))} for n in range(24)]
     args = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
         save_strategy="no", report_to=[], disable_tqdm=True,

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.accelerated import assert_ours, batch_of, mask_of
+from helpers.accelerated import assert_ours
 from test_modernbert import build, trained
 
 import lightseq_fairseq.huggingface as lightseq
+from scripts.random_models import batch_of, mask_of
 
 MODES = ("bfloat16", "autocast", "float32")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "local_attention": 64, "vocab_size": 64}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.accelerated import assert_ours, build, transformers
+from helpers.accelerated import assert_ours, transformers
 from safetensors.torch import load_file
 from test_trainers import CAPTURED, PLAIN, Trained, collated, trained, trainer_of
 from torch import Tensor
@@ -19,6 +19,8 @@ import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface import batch as batches
 from lightseq_fairseq.huggingface.covered import NotCovered, Reads
+from scripts.random_models import batch_of, build, mask_of
+from scripts.random_models import collated as padded
 
 FEW = {"max_steps": 12, "warmup_steps": 2, "logging_steps": 2}
 
@@ -218,28 +220,14 @@ def test_other_heads(tmp_path: Path) -> None:
     for cls in (transformers.Trainer, lightseq.Trainer):
         torch.manual_seed(2)
         model = build("RobertaForMaskedLM")
-        ids = torch.randint(3, 24, (40, 9))
-        items = [
-            {"input_ids": row[:k], "labels": torch.where(row[:k] % 3 == 0, row[:k], -100)}
-            for row, k in zip(ids, torch.randint(3, 10, (40,)), strict=True)
-        ]
-
-        def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
-            pads = {"input_ids": 1, "labels": -100}
-            whole = {
-                name: torch.nn.utils.rnn.pad_sequence(
-                    [item[name] for item in batch], batch_first=True, padding_value=pad
-                )
-                for name, pad in pads.items()
-            }
-            return {**whole, "attention_mask": whole["input_ids"].ne(1).long()}
-
+        batches = [batch_of(model, mask_of([n % 7 + 3])) for n in range(40)]
+        items = [{name: x[0] for name, x in batch.items()} for batch in batches]
         args = transformers.TrainingArguments(
             str(tmp_path), max_steps=10, per_device_train_batch_size=4, learning_rate=1e-2,
             logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
             gradient_accumulation_steps=2,
         )  # fmt: skip
-        trainer = cls(model, args, train_dataset=items, data_collator=collate)
+        trainer = cls(model, args, train_dataset=items, data_collator=lambda rows: padded(rows, 1))
         trainer.remove_callback(transformers.PrinterCallback)
         found.append(trained(trainer))
     assert_same_logs(found[1], found[0])

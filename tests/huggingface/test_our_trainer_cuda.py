@@ -13,6 +13,7 @@ from test_trainers import ACCELERATED, CAPTURED, PLAIN, Trained, trained, traine
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.huggingface.captured import CapturedStep
+from scripts.random_models import PAIRS, build
 
 FEW = {"max_steps": 40, "warmup_steps": 4, "logging_steps": 1, "use_cpu": False}
 
@@ -67,10 +68,10 @@ def test_trains_as_the_others(tmp_path: Path, bf16: bool) -> None:
     assert losses(captured) == pytest.approx(losses(plain), **near)
 
 
-@pytest.mark.parametrize("family", pairs.FAMILIES)
+@pytest.mark.parametrize("family", PAIRS)
 def test_pairs_train_as_with_transformers(tmp_path: Path, family: str) -> None:
     torch.manual_seed(1)
-    model = pairs.build(family)
+    model = build(family)
     settings = {"use_cpu": False, "bf16": True, "max_steps": 30}
     plain, _ = pairs.train(tmp_path, transformers.Seq2SeqTrainer, model, **settings)
     ours, trainer = pairs.train(tmp_path, lightseq.Seq2SeqTrainer, model, **settings)

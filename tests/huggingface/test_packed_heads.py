@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.accelerated import assert_ours, build, needs_captured_step, transformers
+from helpers.accelerated import assert_ours, needs_captured_step, transformers
 from test_our_trainer import assert_same_logs
 from test_trainers import Trained, trained
 
 import lightseq_fairseq.huggingface as lightseq
+from scripts.random_models import build
 
 BATCH, WORDS = 4, 24
 

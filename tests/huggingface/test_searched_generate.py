@@ -13,63 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_seq2seq as pairs
 import torch
 from helpers.accelerated import one_warning, transformers
-from test_seq2seq import EOS, FAMILIES, PAD, WORDS
+from test_seq2seq import WORDS
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
+from scripts import random_models as models
+from scripts.random_models import EOS, PAD, PAIRS
 
 FEW_RESULTS = "a sentence has fewer results than num_return_sequences"
 # Layers that have a cache call the accelerated decoder, too.
 USUAL = {"it has a cache, as in generation", "it makes a cache, as for generation"}
 
 
-def build(family: str, source: random.Random, **config: Any) -> Any:
+def build(name: str, source: random.Random, **config: Any) -> Any:
     """A model in evaluation, whose results end at many lengths."""
-    model = pairs.build(family, **config).eval()
-    with torch.no_grad():
-        if family == "M2M100":
-            model.lm_head.weight[EOS] *= source.uniform(1, 2)
-        else:
-            model.final_logits_bias.normal_()
-            model.final_logits_bias[0, EOS] += source.uniform(0, 2.5)
-    return model
+    return models.with_ends(models.build(name, **config), source)
 
 
-def sources(source: random.Random, masks: bool = True) -> dict[str, Tensor]:
-    batch = pairs.batch_of(source, masks)
-    del batch["labels"]
-    return batch
-
-
-def random_options(source: random.Random) -> dict[str, Any]:
-    """Options that our search covers, each left out at times."""
-    drawn = {
-        "forced_eos_token_id": None,
-        "forced_bos_token_id": source.randint(3, WORDS - 1),
-        "no_repeat_ngram_size": source.choice((2, 3)),
-        "min_length": source.randint(0, 9),
-        "min_new_tokens": source.randint(0, 6),
-        "bad_words_ids": [[PAD]],
-        "suppress_tokens": source.sample(range(3, WORDS), source.randint(1, 3)),
-        "decoder_start_token_id": source.randint(0, WORDS - 1),
-        "pad_token_id": source.choice((0, 4)),
-        "renormalize_logits": True,
-    }
-    options = {name: value for name, value in drawn.items() if source.random() < 0.3}
-    beam = options["num_beams"] = source.choice((1, 2, 4))
-    options["max_new_tokens"] = source.randint(1, 14)
-    if beam > 1:
-        options |= {
-            "early_stopping": source.choice((True, False, "never")),
-            "length_penalty": source.choice((0.0, 1.0, -0.5, 2.0)),
-            "num_return_sequences": source.randint(1, beam),
-            "return_dict_in_generate": source.random() < 0.5,
-            "output_scores": source.random() < 0.7,
-        }
-    return options
+def sources(source: random.Random, model: Any) -> dict[str, Tensor]:
+    batch = models.random_batch(source, model)
+    return {name: x for name, x in batch.items() if name != "labels"}
 
 
 def assert_same(found: Any, expected: Any) -> Tensor:
@@ -88,7 +53,7 @@ def assert_same(found: Any, expected: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PAIRS)
 @pytest.mark.filterwarnings("ignore:Unfeasible length", "ignore:lightseq")
 def test_random_options(family: str) -> None:
     source, lengths, calls, few = random.Random(f"{family}"), set(), 0, 0
@@ -96,10 +61,10 @@ def test_random_options(family: str) -> None:
     transformers.logging.set_verbosity_error()
     for _ in range(5):
         config = {"pad_token_id": 0} if source.random() < 0.2 else {}
-        plain = build(family, source, **config, **pairs.random_config(source))
+        plain = build(family, source, **config, **models.random_config(source, family))
         ours = lightseq.accelerate(copy.deepcopy(plain))
         for _ in range(3):
-            batch, options = sources(source, source.random() < 0.8), random_options(source)
+            batch, options = sources(source, plain), models.random_options(source, plain.config)
             expected, found = (model.generate(**batch, **options) for model in (plain, ours))
             lengths.add(assert_same(found, expected).shape[1])
         coverage = lightseq.report(ours)
@@ -115,7 +80,8 @@ def test_words_of_now_and_copies(tmp_path: Path) -> None:
     torch.manual_seed(2)
     plain = build("Bart", source)
     ours = lightseq.accelerate(copy.deepcopy(plain))
-    batch, options = sources(source), {"num_beams": 2, "max_new_tokens": 9, "min_new_tokens": 5}
+    batch = sources(source, plain)
+    options = {"num_beams": 2, "max_new_tokens": 9, "min_new_tokens": 5}
     assert type(ours) is not type(plain) and type(ours).__name__ == type(plain).__name__
     before = ours.generate(**batch, **options).tolist()
     with torch.no_grad():
@@ -224,7 +190,7 @@ def bart() -> tuple[Any, Any]:
 
 
 def batch_of_three() -> dict[str, Tensor]:
-    mask = pairs.mask_of((4, 7, 2))
+    mask = models.mask_of((4, 7, 2))
     return {"input_ids": torch.arange(21).view(3, 7) % 30 + 5, "attention_mask": mask}
 
 
@@ -431,7 +397,7 @@ def test_trainer_predicts(tmp_path: Path, bf16: bool) -> None:
     torch.manual_seed(10)
     model = build("Marian", random.Random(10))
     data = [
-        {k: v[0] for k, v in pairs.batch_of(random.Random(n), masks=False).items()}
+        {k: v[0] for k, v in models.batch_of(model, models.mask_of([n + 2])).items()}
         for n in range(8)
     ]
     settings = {
@@ -446,7 +412,7 @@ def test_trainer_predicts(tmp_path: Path, bf16: bool) -> None:
         args = transformers.Seq2SeqTrainingArguments(str(tmp_path / name), **settings)
         trainer = cls(
             copy.deepcopy(model), args, train_dataset=data, eval_dataset=data,
-            data_collator=pairs.collate,
+            data_collator=lambda items: models.collated(items, PAD),
             compute_metrics=lambda p, seen=seen: seen.append(p.predictions.tolist()) or {},
         )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)

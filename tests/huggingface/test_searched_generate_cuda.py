@@ -8,14 +8,14 @@ import warnings
 from typing import Any
 
 import pytest
-import test_seq2seq as pairs
 import torch
 from helpers.accelerated import transformers
 from test_searched_generate import assert_same, build, sources
-from test_seq2seq import FAMILIES, WORDS
+from test_seq2seq import WORDS
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
+from scripts.random_models import PAIRS, mask_of
 
 SEARCHES: list[dict[str, Any]] = [
     {"num_beams": 1, "max_new_tokens": 9},
@@ -42,7 +42,7 @@ def quiet() -> None:
     transformers.logging.set_verbosity_error()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PAIRS)
 def test_captured_words(family: str) -> None:
     """Each search several times, so that its steps are captured, with other weights in between."""
     source = random.Random(f"{family}")
@@ -50,7 +50,7 @@ def test_captured_words(family: str) -> None:
     plain = build(family, source).cuda()
     ours = lightseq.accelerate(copy.deepcopy(plain))
     for _ in range(2):
-        batches = [on_gpu(sources(source, source.random() < 0.8)) for _ in range(3)]
+        batches = [on_gpu(sources(source, plain)) for _ in range(3)]
         for batch in [*batches, *batches]:
             for options in SEARCHES:
                 expected, found = (model.generate(**batch, **options) for model in (plain, ours))
@@ -72,7 +72,7 @@ def test_large_batches(beam: int) -> None:
     torch.manual_seed(2)
     plain = build("Bart", random.Random(3), max_position_embeddings=64).cuda()
     ours = lightseq.accelerate(copy.deepcopy(plain))
-    mask = pairs.mask_of([random.Random(4).randint(1, 40) for _ in range(70)]).cuda()
+    mask = mask_of([random.Random(4).randint(1, 40) for _ in range(70)]).cuda()
     batch = {"input_ids": torch.randint(3, WORDS, mask.shape).cuda(), "attention_mask": mask}
     for ends in (2, None):
         options = {"num_beams": beam, "max_new_tokens": 40, "forced_eos_token_id": ends}
@@ -87,7 +87,7 @@ def test_16_bits(family: str, kind: str) -> None:
     """Scores are near those of float32; the dtype of a search may change."""
     torch.manual_seed(5)
     exact = build(family, random.Random(6)).cuda()
-    batch = on_gpu(sources(random.Random(7)))
+    batch = on_gpu(sources(random.Random(7), exact))
     options = {"num_beams": 4, "max_new_tokens": 6, "return_dict_in_generate": True}
     options["output_scores"] = True
     expected = exact.generate(**batch, **options)
@@ -109,7 +109,8 @@ def test_inference_mode_streams_and_moves() -> None:
     torch.manual_seed(8)
     plain = build("Pegasus", random.Random(9)).cuda()
     ours = lightseq.accelerate(copy.deepcopy(plain))
-    batch, options = on_gpu(sources(random.Random(10))), {"num_beams": 2, "max_new_tokens": 9}
+    batch = on_gpu(sources(random.Random(10), plain))
+    options = {"num_beams": 2, "max_new_tokens": 9}
     expected = plain.generate(**batch, **options)
     with torch.inference_mode():
         assert_same(ours.generate(**batch, **options), expected)

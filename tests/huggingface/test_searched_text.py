@@ -8,72 +8,29 @@ import random
 from typing import Any
 
 import pytest
-import test_seq2seq as pairs
 import torch
 from helpers.accelerated import transformers
 from test_searched_generate import FEW_RESULTS, USUAL, assert_same, reasons
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
+from scripts import random_models as models
+from scripts.random_models import EOS
 
-WORDS, EOS, PAD = 40, 2, 0
+WORDS = 40
 PADS = torch.arange(4)  # columns
 
 
 def build(source: random.Random, **config: Any) -> Any:
     """A GPT-2 in evaluation, whose results end at many lengths."""
-    settings = {
-        "vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": source.choice((2, 4)),
-        "n_positions": 40, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": PAD,
-        "activation_function": source.choice(("gelu_new", "relu")), **config,
-    }  # fmt: skip
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-        model.lm_head.weight[EOS] *= source.uniform(1, 2)
-    return model
+    model = models.build("GPT2LMHeadModel", **config)
+    return models.with_ends(model, source)
 
 
-def prompts(source: random.Random, pad: int = PAD, most: int = 8) -> dict[str, Tensor]:
+def prompts(source: random.Random, model: Any) -> dict[str, Tensor]:
     """Prompts of several lengths, with pads on their left, or without a mask; some with holes."""
-    lengths = [source.randint(1, most) for _ in range(source.randint(1, 4))]
-    ids = torch.randint(3, WORDS, (len(lengths), max(lengths)))
-    if source.random() < 0.2:
-        return {"input_ids": ids}
-    mask = pairs.mask_of(lengths).flip(1)
-    mask[:, :-1] &= torch.rand(mask[:, :-1].shape) > source.choice((0.0, 0.0, 0.2))
-    return {"input_ids": ids.masked_fill(mask == 0, pad), "attention_mask": mask}
-
-
-def random_options(source: random.Random) -> dict[str, Any]:
-    """Options that our search covers, each left out at times."""
-    drawn = {
-        "forced_eos_token_id": EOS,
-        "forced_bos_token_id": 5,  # has an effect after a prompt of one token only
-        "no_repeat_ngram_size": source.choice((2, 3)),
-        "min_length": source.randint(0, 14),
-        "min_new_tokens": source.randint(0, 6),
-        "bad_words_ids": [[7]],
-        "suppress_tokens": source.sample(range(8, WORDS), source.randint(1, 3)),
-        "pad_token_id": source.choice((0, 4, EOS)),
-        "renormalize_logits": True,
-        "use_cache": False,
-    }
-    options = {name: value for name, value in drawn.items() if source.random() < 0.25}
-    if "forced_eos_token_id" not in options and source.random() < 0.2:
-        options["eos_token_id"] = None
-    beam = options["num_beams"] = source.choice((1, 2, 4))
-    options["max_new_tokens"] = source.randint(1, 14)
-    if beam > 1:
-        options |= {
-            "early_stopping": source.choice((True, False, "never")),
-            "length_penalty": source.choice((0.0, 1.0, -0.5, 2.0)),
-            "num_return_sequences": source.randint(1, beam),
-            "return_dict_in_generate": source.random() < 0.5,
-            "output_scores": source.random() < 0.7,
-        }
-    return options
+    batch = models.random_batch(source, model, ("left", "left", "left holes", "none"))
+    return {name: x for name, x in batch.items() if name != "labels"}
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length", "ignore:lightseq")
@@ -82,11 +39,10 @@ def test_random_options(seed: int) -> None:
     source, lengths = random.Random(seed), set()
     torch.manual_seed(seed)
     transformers.logging.set_verbosity_error()
-    plain = build(source)
+    plain = build(source, **models.random_config(source, "GPT2"))
     ours = lightseq.accelerate(copy.deepcopy(plain))
     for _ in range(10):
-        options = random_options(source)
-        batch = prompts(source, options.get("pad_token_id", PAD))
+        batch, options = prompts(source, plain), models.random_options(source, plain.config)
         if batch["input_ids"].shape[1] == 1:
             options.pop("forced_bos_token_id", None)
         expected, found = (model.generate(**batch, **options) for model in (plain, ours))
@@ -106,7 +62,7 @@ def gpt2() -> tuple[Any, Any]:
 
 
 def batch_of_three() -> dict[str, Tensor]:
-    mask = pairs.mask_of((2, 4, 3)).flip(1)
+    mask = models.mask_of((2, 4, 3)).flip(1)
     return {"input_ids": torch.arange(12).view(3, 4) + 5, "attention_mask": mask}
 
 
@@ -118,7 +74,7 @@ FALLBACKS: list[tuple[str, dict[str, Any]]] = [
     ("the first token is forced", {
         "input_ids": torch.tensor([[7]]), "attention_mask": None, "forced_bos_token_id": 5,
     }),
-    ("a prompt ends with a pad", {"attention_mask": pairs.mask_of((2, 4, 3))}),
+    ("a prompt ends with a pad", {"attention_mask": models.mask_of((2, 4, 3))}),
     ("the position_ids do not count the tokens of the mask", {
         "position_ids": torch.arange(4).expand(3, 4)
     }),
@@ -148,7 +104,7 @@ def test_positions_and_embeddings(gpt2: tuple[Any, Any]) -> None:
     """Pads have no positions; a result may end before the positions do."""
     plain, ours = gpt2[0], copy.deepcopy(gpt2[1])
     ids = torch.arange(20).view(2, 10) + 5
-    batch = {"input_ids": ids, "attention_mask": pairs.mask_of((10, 10)).index_fill(1, PADS, 0)}
+    batch = {"input_ids": ids, "attention_mask": models.mask_of((10, 10)).index_fill(1, PADS, 0)}
     found = [model.generate(**batch, max_length=16, num_beams=2) for model in (plain, ours)]
     assert_same(*found)
     assert not lightseq.report(ours).fallbacks

@@ -12,10 +12,11 @@ import torch
 from helpers.accelerated import transformers
 from test_searched_generate import assert_same
 from test_searched_generate_cuda import on_gpu
-from test_searched_text import EOS, SAMPLES, WORDS, build, prompts
+from test_searched_text import SAMPLES, WORDS, build, prompts
 from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
+from scripts.random_models import EOS
 
 SEARCHES: list[dict[str, Any]] = [
     {"num_beams": 1, "max_new_tokens": 9},
@@ -44,7 +45,7 @@ def test_captured_text(seed: int) -> None:
     plain = build(source).cuda()
     ours = lightseq.accelerate(copy.deepcopy(plain))
     for _ in range(2):
-        batches = [on_gpu(prompts(source)) for _ in range(4)]
+        batches = [on_gpu(prompts(source, plain)) for _ in range(4)]
         for batch in [*batches, *batches]:
             for options in SEARCHES:
                 expected, found = (model.generate(**batch, **options) for model in (plain, ours))

@@ -9,95 +9,40 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.accelerated import (
-    Result,
-    assert_ours,
-    assert_same,
-    by_graphs,
-    mask_of,
-    needs_captured_step,
-    transformers,
-)
+from helpers.accelerated import assert_ours, assert_same, needs_captured_step, transformers
 from test_our_trainer import opened
-from torch import Tensor
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.huggingface import batch as batches
 from lightseq_fairseq.huggingface.covered import Reads
+from scripts.random_models import (
+    EOS,
+    PAD,
+    PAIRS,
+    batch_of,
+    build,
+    by_graphs,
+    collated,
+    computed,
+    mask_of,
+    random_batch,
+    random_config,
+)
 
-WORDS, PAD, EOS = 40, 1, 2
-FAMILIES = ("Bart", "MBart", "M2M100", "Pegasus", "Marian")
-ACTIVATIONS = ("relu", "gelu", "swish", "gelu_new")
-FEW = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "dropout": 0.0, "attention_dropout": 0.0,
-       "activation_dropout": 0.0}  # fmt: skip
-
-
-def build(family: str, **config: Any) -> Any:
-    """A model in training mode, whose trained parameters are all random."""
-    head = "MTModel" if family == "Marian" else "ForConditionalGeneration"
-    cls = getattr(transformers, config.pop("cls", f"{family}{head}"))
-    sizes = {
-        "vocab_size": WORDS, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2,
-        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
-        "decoder_ffn_dim": 32, "max_position_embeddings": 24, "pad_token_id": PAD,
-        "eos_token_id": EOS, "bos_token_id": 0, "decoder_start_token_id": EOS,
-        "forced_eos_token_id": EOS,
-    }  # fmt: skip
-    own = {"decoder_vocab_size": WORDS} if family == "Marian" else {}
-    model = cls(cls.config_class(**{**sizes, **FEW, **own, **config})).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn_like(parameter)
-    return model
+WORDS = 40
 
 
-def random_config(source: random.Random) -> dict[str, Any]:
-    head, heads = source.choice((8, 16)), source.randint(1, 3)
-    return {
-        "d_model": head * heads, "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads, "encoder_layers": source.randint(1, 3),
-        "decoder_layers": source.randint(1, 3), "encoder_ffn_dim": 8 * source.randint(1, 4),
-        "decoder_ffn_dim": 8 * source.randint(1, 4), "scale_embedding": source.random() < 0.5,
-        "activation_function": source.choice(ACTIVATIONS),
-        "attn_implementation": source.choice(("sdpa", "eager")),
-    }  # fmt: skip
-
-
-def batch_of(source: random.Random, masks: bool = True) -> dict[str, Tensor]:
-    """Sentence pairs of random lengths; sources may have their pads on the left."""
-    count = source.randint(1, 4)
-    lengths = [source.randint(1, 12) for _ in range(count)]
-    targets = [source.randint(1, 9) for _ in range(count)]
-    mask = mask_of(lengths, source.random() < 0.3)
-    if not masks:
-        mask = torch.ones_like(mask)
-    ids = torch.randint(3, WORDS, mask.shape).masked_fill(mask == 0, PAD)
-    real = mask_of(targets)
-    labels = torch.randint(3, WORDS, real.shape).masked_fill(real == 0, -100)
-    batch = {"input_ids": ids, "labels": labels}
-    return {**batch, "attention_mask": mask} if masks else batch
-
-
-def computed(model: Any, batch: dict[str, Tensor], **options: Any) -> Result:
-    model.zero_grad()
-    found = model(**batch, **options)
-    found.loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return Result(found.loss, {"logits": found.logits}, [], gradients)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PAIRS)
 def test_random_models_and_batches(family: str) -> None:
     """Logits of all rows of the target, since a decoder without a mask has no pads."""
     source = random.Random(f"{family}")
     torch.manual_seed(3)
     for number in range(10):
-        plain = build(family, **random_config(source))
+        plain = build(family, **random_config(source, family))
         ours, passes = lightseq.accelerate(copy.deepcopy(plain)), 1 + number % 2
         for _ in range(5):
-            batch = batch_of(source, masks=source.random() < 0.8)
+            batch = random_batch(source, plain)
             with by_graphs(passes == 2):
                 for _ in range(passes):  # the second pass of a shape is captured
                     found = computed(ours, batch)
@@ -105,13 +50,13 @@ def test_random_models_and_batches(family: str) -> None:
         assert_ours(ours, 10 * passes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PAIRS)
 def test_evaluation(family: str) -> None:
     """It makes a cache, which is Hugging Face's."""
     torch.manual_seed(4)
     plain = build(family).eval()
     ours = lightseq.accelerate(copy.deepcopy(plain))
-    batch = batch_of(random.Random(5))
+    batch = random_batch(random.Random(5), plain)
     with torch.no_grad():
         losses = [model(**batch).loss for model in (plain, ours)]
         fast = ours(**batch, use_cache=False).loss
@@ -126,7 +71,7 @@ def test_evaluation(family: str) -> None:
 @pytest.mark.parametrize("cls", ["BartForSequenceClassification", "BartForQuestionAnswering"])
 def test_other_heads_of_bart(cls: str) -> None:
     torch.manual_seed(6)
-    plain = build("Bart", cls=cls)
+    plain = build(cls)
     ours = lightseq.accelerate(copy.deepcopy(plain))
     mask = mask_of((7, 4, 9))
     ids = torch.randint(3, WORDS, mask.shape)
@@ -155,7 +100,7 @@ def test_masks_of_the_target() -> None:
     torch.manual_seed(7)
     plain = build("Bart")
     ours = lightseq.accelerate(copy.deepcopy(plain))
-    batch = batch_of(random.Random(8))
+    batch = random_batch(random.Random(8), plain)
     batch["decoder_attention_mask"] = batch["labels"].ne(-100).long()
     mine, theirs = computed(ours, batch), computed(plain, batch)
     torch.testing.assert_close(mine.loss, theirs.loss, atol=1e-5, rtol=1e-5)
@@ -167,7 +112,7 @@ def test_masks_of_the_target() -> None:
 def test_layer_drop_draws_what_hugging_face_draws() -> None:
     plain = build("M2M100", encoder_layerdrop=0.5, decoder_layerdrop=0.5, encoder_layers=4)
     ours = lightseq.accelerate(copy.deepcopy(plain))
-    batch = batch_of(random.Random(9))
+    batch = random_batch(random.Random(9), plain)
     losses = []
     for seed in range(6):
         found = []
@@ -184,7 +129,7 @@ def test_dropout_rates_of_now() -> None:
     torch.manual_seed(10)
     plain = build("Marian", dropout=0.3, attention_dropout=0.2, activation_dropout=0.1)
     ours = lightseq.accelerate(copy.deepcopy(plain))
-    batch = batch_of(random.Random(11))
+    batch = random_batch(random.Random(11), plain)
     seeds = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -207,7 +152,7 @@ def test_bfloat16_error(family: str, kind: str) -> None:
     source, errors = random.Random(13), {"ours": 0.0, "plain": 0.0}
     for _ in range(4):
         exact = build(family, d_model=32, scale_embedding=True).double()
-        batches = [batch_of(source) for _ in range(3)]
+        batches = [random_batch(source, exact) for _ in range(3)]
         expected = [computed(exact, batch) for batch in batches]
         for name in errors:
             model = copy.deepcopy(exact).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
@@ -222,7 +167,7 @@ def test_bfloat16_error(family: str, kind: str) -> None:
 def test_what_falls_back() -> None:
     torch.manual_seed(14)
     plain = build("Bart")
-    batch = batch_of(random.Random(15))
+    batch = random_batch(random.Random(15), plain)
     for options, reason in (
         ({"output_attentions": True}, "it returns attentions"),
         ({"output_hidden_states": True}, "it returns hidden states of the decoder"),
@@ -256,22 +201,11 @@ def test_refusals_and_restore() -> None:
     assert type(ours.model.decoder) is type(plain.model.decoder)
 
 
-def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    pads = {"input_ids": PAD, "labels": -100}
-    whole = {
-        name: torch.nn.utils.rnn.pad_sequence(
-            [item[name] for item in items], batch_first=True, padding_value=pad
-        )
-        for name, pad in pads.items()
-    }
-    return {**whole, "attention_mask": whole["input_ids"].ne(PAD).long()}
-
-
 def train(folder: Path, cls: Any, model: Any, **settings: Any) -> tuple[list[float], Any]:
     """The losses of twelve updates, and the trainer."""
     torch.manual_seed(1)
     pairs = [
-        {k: v[0] for k, v in batch_of(random.Random(n), masks=False).items()} for n in range(24)
+        {k: v[0] for k, v in batch_of(model, mask_of([n % 11 + 2])).items()} for n in range(24)
     ]
     of_all = {
         "max_steps": 12, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
@@ -279,14 +213,17 @@ def train(folder: Path, cls: Any, model: Any, **settings: Any) -> tuple[list[flo
         "disable_tqdm": True, "gradient_accumulation_steps": 2,
     }  # fmt: skip
     args = transformers.Seq2SeqTrainingArguments(str(folder), **{**of_all, **settings})
-    trainer = cls(copy.deepcopy(model), args, train_dataset=pairs, data_collator=collate)
+    trainer = cls(
+        copy.deepcopy(model), args, train_dataset=pairs,
+        data_collator=lambda items: collated(items, PAD),
+    )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line], trainer
 
 
 @needs_captured_step
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PAIRS)
 def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str) -> None:
     torch.manual_seed(16)
     model, rows = build(family), []

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.accelerated import assert_ours, build, transformers
+from helpers.accelerated import assert_ours, transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import lightseq_fairseq.huggingface as lightseq
+from scripts.random_models import build
 
 UPDATES = 200
 KEYS = ("loss", "grad_norm", "learning_rate")

@@ -5,87 +5,44 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers.accelerated import assert_ours, needs_captured_step, transformers
-from torch import Tensor
+from helpers.accelerated import assert_ours, assert_same, needs_captured_step, transformers
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
+from scripts.random_models import VIT_HEADS, build, computed, random_batch, random_config
 
-HEADS = ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
-
-
-def build(name: str = "ViTForImageClassification", **config: Any) -> Any:
-    cls = getattr(transformers, name)
-    sizes = {
-        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "intermediate_size": 24, "image_size": 12, "patch_size": 4, "encoder_stride": 4,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3,
-    }  # fmt: skip
-    model = cls(cls.config_class(**{**sizes, **config})).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    return model
+NAME = "ViTForImageClassification"
 
 
-def computed(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Any, dict[str, Tensor]]:
-    model.zero_grad()
-    found = model(**batch, **options)
-    loss = found.get("loss")
-    if loss is None:
-        loss = found.last_hidden_state.square().sum() + found.pooler_output.sum()
-    loss.backward()
-    return found, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [f"ViT{head}" for head in VIT_HEADS])
 def test_random_models(name: str) -> None:
     source = random.Random(name)
     torch.manual_seed(1)
     for _ in range(10):
-        heads, head = source.randint(1, 3), source.choice((8, 16))
-        plain = build(
-            name, hidden_size=heads * head, num_attention_heads=heads,
-            num_hidden_layers=source.randint(1, 3), intermediate_size=8 * source.randint(1, 5),
-            hidden_act=source.choice(("gelu", "relu", "gelu_new")),
-            attn_implementation=source.choice(("sdpa", "eager")),
-            qkv_bias=source.random() < 0.7,
-        )  # fmt: skip
+        plain = build(name, **random_config(source, name))
         ours = lightseq.accelerate(copy.deepcopy(plain))
-        batch = {"pixel_values": torch.randn(source.randint(1, 4), 3, 12, 12)}
-        if name.endswith("Classification"):
-            batch["labels"] = torch.randint(3, (len(batch["pixel_values"]),))
-        elif name.endswith("Modeling"):
-            batch["bool_masked_pos"] = torch.rand(len(batch["pixel_values"]), 9) < 0.4
-        mine, theirs = (computed(m, batch, output_hidden_states=True) for m in (ours, plain))
-        near = {"atol": 1e-5, "rtol": 1e-5}
-        assert mine[0].keys() == theirs[0].keys()
-        for key, value in theirs[0].items():
-            torch.testing.assert_close(mine[0][key], value, **near)
-        assert mine[1].keys() == theirs[1].keys()
-        for key, value in theirs[1].items():
-            torch.testing.assert_close(mine[1][key], value, **near)
+        batch = random_batch(source, plain)
+        assert_same(*(computed(m, batch, output_hidden_states=True) for m in (ours, plain)))
         assert_ours(ours, 1)
 
 
 def test_a_copy_is_accelerated() -> None:
-    ours = lightseq.accelerate(build().eval())
+    ours = lightseq.accelerate(build(NAME).eval())
     images = torch.randn(1, 3, 12, 12)
     torch.testing.assert_close(copy.deepcopy(ours)(images).logits, ours(images).logits)
 
 
 def test_refusal() -> None:
     with pytest.raises(UserError, match=r"a head width of 4, which must be a multiple of 8"):
-        lightseq.accelerate(build(num_attention_heads=4))
+        lightseq.accelerate(build(NAME, num_attention_heads=4))
 
 
 def test_dropout_rates_of_now() -> None:
     torch.manual_seed(2)
-    plain = build(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
+    plain = build(NAME, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2)
     ours = lightseq.accelerate(copy.deepcopy(plain))
     images = torch.randn(2, 3, 12, 12)
     first, second = (ours(pixel_values=images).logits for _ in range(2))
@@ -101,7 +58,7 @@ def test_dropout_rates_of_now() -> None:
 @needs_captured_step
 def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(3)
-    plain = build()
+    plain = build(NAME)
     images = [
         {"pixel_values": torch.randn(3, 12, 12) + label, "labels": label}
         for label in (0, 1, 2) for _ in range(8)
