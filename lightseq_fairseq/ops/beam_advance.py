@@ -158,23 +158,12 @@ class BeamAdvance(NamedTuple):
         counting = ends & (torch.arange(best.shape[1], device=best.device) < beam)
         kept, result = _placed(self, counting, best, first + places, step)
         which = kept.nonzero()[:, 0]
-        mine, ending, length = (first + result)[kept], parents[kept], now[which] + 1
-        # Position p of a result is the token of position p + 1 of the hypothesis.
-        position = torch.arange(int(length.max()) if len(length) else 0, device=slots.device)
-        next_one = torch.minimum(position + 1, length[:, None] - 1)
-        lineage = ancestry[next_one, ending[:, None]].long()
-        lineage = torch.where(next_one < length[:, None] - 1, lineage, ending[:, None])
-        here = position < length[:, None]
-        column, place = mine[:, None].expand(here.shape)[here], position.expand(here.shape)[here]
-        last = (position == length[:, None] - 1)[here]
-        tokens = self.past_tokens[next_one, lineage][here].masked_fill(last, self.eos)
-        scores = self.past_scores[next_one, lineage][here]
-        self.hypothesis_tokens[column, place] = tokens
-        self.hypothesis_scores[column, place] = scores
-        self.hypothesis_scores[mine, length - 1] = best[kept]
-        lengths[mine] = length.int()
-        counted = step[which] + 1 - self.prompt
-        self.totals[mine] = normalised(best[kept], counted, self.length_penalty)
+        if len(which):
+            mine = (first + result)[kept]
+            _store(self, mine, parents[kept], now[which], best[kept])
+            lengths[mine] = now[which].int() + 1
+            counted = step[which] + 1 - self.prompt
+            self.totals[mine] = normalised(best[kept], counted, self.length_penalty)
 
         # Continue with the best unfinished candidates. With sampling a finished row stays, with
         # score -inf.
@@ -207,6 +196,27 @@ class BeamAdvance(NamedTuple):
 
 
 beam_advance = define("beam_advance", BeamAdvance)
+
+
+def _store(a: BeamAdvance, results: Tensor, ending: Tensor, last: Tensor, scores: Tensor) -> None:
+    """Write the tokens and scores of results, int64 [K].
+
+    They are those of the hypotheses in rows ``ending``, whose newest token is at ``last``, and then
+    eos with ``scores``; each [K].
+
+    Position p of a result is the token of position p + 1 of the hypothesis.
+    """
+    place = torch.arange(int(last.max()) + 1, device=last.device)
+    here = place <= last[:, None]
+    next_one = torch.minimum(place + 1, last[:, None])
+    row = torch.where(
+        next_one < last[:, None], a.ancestry[next_one, ending[:, None]].long(), ending[:, None]
+    )
+    to = results[:, None].expand(here.shape)[here], place.expand(here.shape)[here]
+    a.hypothesis_tokens[to] = a.past_tokens[next_one, row][here]
+    a.hypothesis_scores[to] = a.past_scores[next_one, row][here]
+    a.hypothesis_tokens[results, last] = a.eos
+    a.hypothesis_scores[results, last] = scores
 
 
 def normalised(scores: Tensor, lengths: Tensor, length_penalty: float) -> Tensor:

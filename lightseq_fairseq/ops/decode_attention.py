@@ -70,12 +70,14 @@ class DecodeSelfAttention(NamedTuple):
         own, steps = torch.arange(len(qkv), device=steps.device), steps.long()
         keys[steps, own], values[steps, own] = k, v
 
-        position = torch.arange(int(steps.max()) + 1, device=own.device)
-        # Later positions repeat the newest one, hidden: what is there may be not finite.
-        hidden = position > steps[:, None]
-        place = torch.minimum(position, steps[:, None])
-        row = ancestry[:, : len(own)].t().gather(1, place).long()
-        row = torch.where(position < steps[:, None], row, own[:, None])
+        least, last = (int(step) for step in steps.aminmax())
+        place, hidden = torch.arange(last + 1, device=own.device), None
+        row = torch.cat((ancestry[:last, : len(own)].t().long(), own[:, None]), 1)
+        if least < last:
+            # Later positions repeat the newest one, hidden: what is there may be not finite.
+            hidden = place > steps[:, None]
+            row = torch.where(place < steps[:, None], row, own[:, None])
+            place = torch.minimum(place, steps[:, None])
         past = _by_heads(keys, values, (place, row), heads)
         return _attend(q[:, None], *past, hidden, heads, scale)[:, 0]
 
