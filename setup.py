@@ -54,7 +54,8 @@ class BuildCuda(Command):
         pass
 
     def run(self):
-        if subprocess.run([sys.executable, "scripts/build_cuda.py"]).returncode != 0:
+        build = [sys.executable, "scripts/build_cuda.py", "--output", "lightseq_fairseq/_lib"]
+        if subprocess.run(build).returncode != 0:
             sys.exit("LIGHTSEQ_BUILD=1 asks for the CUDA kernels; their build failed (see above).")
 
     def get_source_files(self):

@@ -10,6 +10,9 @@ only torch's headers, also from a CPU build of torch, and neither Python's heade
 The fingerprint is a hash of everything that an object depends on, so unchanged units are not
 compiled again. CUDA's runtime is linked statically: the library also loads on a machine without a
 GPU and without CUDA.
+
+With LIGHTSEQ_CUDA_QUICK=1 the build only shows that all units compile and link, and which kernels
+spill registers. Its folder is build/quick, and its library refuses to load where a GPU is in use.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OBJECTS = ROOT / "build" / "cuda"
-OUTPUT = ROOT / "lightseq_fairseq" / "_lib"
+QUICK = os.environ.get("LIGHTSEQ_CUDA_QUICK") == "1"
+OBJECTS = ROOT / "build" / ("quick" if QUICK else "cuda")
+OUTPUT = OBJECTS if QUICK else ROOT / "lightseq_fairseq" / "_lib"
 TORCH_MINIMUM = (2, 11)
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11, one byte per number
 ALL_ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
@@ -42,6 +46,11 @@ PARTIAL = re.compile(r"(?:\w+-[0-9a-f]{16}|liblightseq_cu\d+)\.(\d+)(?:\.o)?")
 RESOURCES = re.compile(r"ptxas info|Compile time|\s+\d+ bytes stack frame")
 # Units that include this have instructions that only sm_90 has; nvcc calls that target sm_90a.
 WGMMA = '"common/ptx/wgmma.cuh"'
+# Units that take nvcc longest, and whose kernels may spill registers. A quick build does not
+# optimise them; of the others, it optimises the kernels, so that ptxas reports spilled registers.
+UNOPTIMISED = frozenset({"mma_bwd", "mma_fwd", "short_bwd", "wgmma_bwd"})
+# A header that a quick build reads in place of thrust's.
+SHORT_THRUST = ROOT / "csrc" / "common" / "quick" / "thrust" / "complex.h"
 HOPPER = "sm_90"  # the GPU that runs a library built with --acts-as
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas"
 
@@ -299,6 +308,7 @@ def compile_sources(
     flags = ["-std=c++20", "-O3", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", HOST_FLAGS]
     flags += [STABLE_ABI]
     folders = [
+        *([f"-I{SHORT_THRUST.parents[1]}"] if QUICK else ()),
         *(f"-I{sources}", "-isystem", str(toolchain.torch / "include")),
         *(("-isystem", str(toolchain.cublas)) if toolchain.cublas else ()),
     ]
@@ -307,20 +317,23 @@ def compile_sources(
         (toolchain.torch / "version.py").read_bytes(),
         *([(toolchain.cublas / "cublasLt.h").read_bytes()] if toolchain.cublas else ()),
         f"{toolchain.nvcc} {toolchain.cuda} {flags} {architectures} {acts_as}".encode(),
+        *([SHORT_THRUST.read_bytes()] if QUICK else ()),
     ]
     objects.mkdir(parents=True, exist_ok=True)
     remove_partials(objects)
 
     def compile_one(unit: Path) -> tuple[Path, BuildError | None]:
         read = [path.read_bytes() for path in (unit, *included(unit, sources))]
-        target = objects / f"{unit.stem}-{fingerprint([*read, *others])}.o"
+        hurried = ["--Ofast-compile=max"] if QUICK and unit.stem in UNOPTIMISED else []
+        parts = [*read, *others, *map(str.encode, hurried)]
+        target = objects / f"{unit.stem}-{fingerprint(parts)}.o"
         if target.exists():
             return target, None
         say(f"compiling {unit.name} for sm_{', sm_'.join(architectures)}")
         partial = target.with_suffix(f".{os.getpid()}.o")  # an interrupted nvcc leaves no object
         try:
             targets = architecture_flags(architectures, unit.read_text(), acts_as)
-            command = [toolchain.nvcc, *flags, *folders, *targets]
+            command = [toolchain.nvcc, *flags, *hurried, *folders, *targets]
             command += ["-c", str(unit), "-o", str(partial)]
             target.with_suffix(".txt").write_text("\n".join(run_compiler(command)) + "\n")
             partial.replace(target)
@@ -356,6 +369,7 @@ def build(
         "cuda": toolchain.cuda,
         "architectures": list(architectures),
         "acts_as": acts_as,
+        "quick": QUICK,
         "objects": [path.name for path in compiled],
     }
     description = library.with_suffix(".json")
@@ -416,13 +430,14 @@ def main() -> int:
         "--objects",
         type=Path,
         default=OBJECTS,
-        help="folder for the objects and ptxas's reports (default: build/cuda)",
+        help="folder for the objects and ptxas's reports (default: build/cuda or build/quick)",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=OUTPUT,
-        help="folder for the library (default: lightseq_fairseq/_lib, where it is loaded from)",
+        help="folder for the library (default: lightseq_fairseq/_lib, where it is loaded from, or "
+        "build/quick)",
     )
     parser.add_argument(
         "--install-headers",

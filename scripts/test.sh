@@ -31,19 +31,30 @@ check_texts() {
     done
 }
 
+# Without a GPU nobody will run the kernels, so the build need not make them fast.
+compiled=cuda
+if ! command -v nvidia-smi >/dev/null; then
+    compiled=quick
+    export LIGHTSEQ_CUDA_QUICK=1
+fi
 # The name of an object holds a hash of all that it depends on, so objects of other clones serve too.
 objects=${XDG_CACHE_HOME:-$HOME/.cache}/lightseq_fairseq/cuda
-mkdir -p build/cuda "$objects"
+mkdir -p "build/$compiled" "$objects"
 find "$objects" -type f -mtime +14 -delete
-cp --link --no-clobber "$objects"/. build/cuda --recursive 2>/dev/null || true
+cp --link --no-clobber "$objects"/. "build/$compiled" --recursive 2>/dev/null || true
 check python scripts/build_cuda.py --install-headers --if-possible
-cp --link --no-clobber build/cuda/. "$objects" --recursive 2>/dev/null || true
-# These use one core each.
-texts=$(mktemp)
-check_texts >"$texts" 2>&1 &
-if [ $# = 0 ]; then check bash scripts/check_wheel.sh; fi
-wait
-cat "$texts"
+cp --link --no-clobber "build/$compiled"/*-*.* "$objects" 2>/dev/null || true
+# The oldest transformers that accelerate supports, in a folder of its own.
+oldest=$PWD/build/transformers-5.0.0
+# These wait for each other and for files, so they and the tests share the cores.
+beside=$(mktemp)
+{
+    check_texts
+    if [ $# = 0 ]; then
+        check bash scripts/check_wheel.sh
+        [ -e "$oldest" ] || check pip install --quiet --target "$oldest" transformers==5.0.0
+    fi
+} >"$beside" 2>&1 &
 
 # Hide the GPUs, so that the tests are the same on every machine: if autograd sees a GPU it starts
 # threads, and processes that some tests fork would fail. gpu_check.sh runs the tests on a GPU.
@@ -54,10 +65,9 @@ export CUDA_VISIBLE_DEVICES=
 export OMP_NUM_THREADS=1
 check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 
-# The oldest transformers that accelerate supports, in a folder of its own.
+wait
+cat "$beside"
 if [ $# = 0 ]; then
-    oldest=$PWD/build/transformers-5.0.0
-    [ -e "$oldest" ] || pip install --quiet --target "$oldest" transformers==5.0.0
     check env PYTHONPATH="$oldest" python -m pytest -n 2 --dist loadfile \
         tests/huggingface/test_{accelerate,calls,fallbacks,features,gpt2,modernbert,searched_text}.py \
         tests/huggingface/test_{seq2seq,vit}.py

@@ -124,6 +124,11 @@ def _attach(directory: Path) -> Status:
         architectures = tuple(description["architectures"])
         acts_as = description.get("acts_as")
         gpu = _gpu_in_use()
+        if gpu is not None and description.get("quick"):
+            raise FileNotFoundError(
+                f"{path} was compiled for checks on machines without a GPU, and its kernels are "
+                f"slow; `{BUILD_COMMAND}` in a clone compiles fast ones"
+            )
         if gpu is not None and not covers(architectures, gpu, acts_as):
             raise FileNotFoundError(
                 f"{path} was compiled for sm_{', sm_'.join(architectures)}, but the GPU in use is "

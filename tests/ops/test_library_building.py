@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.building import BUILD, needs_nvcc, run
+from helpers.building import BUILD, ROOT, needs_nvcc, run
 
 from lightseq_fairseq.base import library
 
@@ -170,6 +170,41 @@ def test_a_library_that_acts_as_another_gpu_is_made_of_its_ptx(tmp_path, acts_as
     assert (record["acts_as"], record["architectures"]) == (acts_as, [ptx])
     (report,) = (tmp_path / "objects").glob("*.txt")
     assert set(re.findall(r"for '(\w+)'", report.read_text())) == {"sm_90"}
+
+
+RECORDING_NVCC = """#!/bin/sh
+[ "$1" = --version ] && echo "Cuda compilation tools, release {cuda}, V{cuda}.88" && exit
+echo "$@" >>{folder}/calls
+while [ "$1" != -o ]; do shift; done
+touch "$2"
+"""
+
+
+def test_a_quick_build_optimises_most_kernels_and_leaves_the_library_in_use(tmp_path):
+    cuda = torch.version.cuda or "13.0"
+    environment = toolkit_without_cublas(tmp_path, cuda)
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.write_text(RECORDING_NVCC.format(cuda=cuda, folder=tmp_path))
+    for folder in ("cuda/include", "csrc"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "cuda" / "include" / "cublasLt.h").touch()
+    for stem in ("short_bwd", "embedding"):
+        (tmp_path / "csrc" / f"{stem}.cu").touch()
+    calls = {}
+    for quick in ("0", "1"):
+        done = build_in(tmp_path, **environment, LIGHTSEQ_CUDA_QUICK=quick)
+        assert done.returncode == 0, done.stderr
+        calls[quick] = (tmp_path / "calls").read_text().splitlines()
+        (tmp_path / "calls").unlink()
+        (described,) = (tmp_path / "lib").glob("*.json")
+        assert json.loads(described.read_text())["quick"] is (quick == "1")
+    fast = ["--Ofast-compile=max" in call for call in calls["1"]]
+    assert fast == ["short_bwd" in call and "-c" in call.split() for call in calls["1"]]
+    assert len(fast) == 3 and any(fast)
+    assert not any("Ofast" in call or "thrust" in call for call in calls["0"])
+    code = "import runpy, sys; m = runpy.run_path(sys.argv[1]); print(m['OBJECTS'], m['OUTPUT'])"
+    folders = run([sys.executable, "-c", code, BUILD[1]], LIGHTSEQ_CUDA_QUICK="1").stdout.split()
+    assert folders == [str(ROOT / "build" / "quick")] * 2
 
 
 @pytest.mark.parametrize("given", ["--output", "--objects"])

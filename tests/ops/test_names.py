@@ -70,4 +70,6 @@ def test_common_has_what_two_families_use():
         for path in reached:
             users.setdefault(path, set()).add(family)
     common = [path for path in SOURCES if path.parts[0] == "common"]
-    assert [str(path) for path in common if len(users.get(path, ())) < 2] == []
+    unused = [path for path in common if len(users.get(path, ())) < 2]
+    # Torch's headers include it in a quick build.
+    assert list(map(str, unused)) == ["common/quick/thrust/complex.h"]
