@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -14,8 +15,9 @@ FILES = {
 }
 
 
-def _names(path: Path) -> set[str]:
-    nodes = [*ast.walk(ast.parse(path.read_text()))]
+@functools.cache
+def _names(module: str) -> set[str]:
+    nodes = [*ast.walk(ast.parse(FILES[module].read_text()))]
     return {getattr(node, field, "") for node in nodes for field in ("id", "attr", "arg", "name")}
 
 
@@ -23,9 +25,6 @@ def _variables(path: Path) -> set[str]:
     nodes = [*ast.walk(ast.parse(path.read_text()))]
     stored = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
     return stored | {x.arg for x in nodes if isinstance(x, ast.arg)}
-
-
-NAMES = {module: _names(path) for module, path in FILES.items()}
 
 
 def unresolved(path: Path) -> list[str]:
@@ -38,7 +37,7 @@ def unresolved(path: Path) -> list[str]:
         for end in range(len(parts), 0, -1):
             start = "." + ".".join(parts[:end])
             if places := [known for known in FILES if f".{known}".endswith(start)]:
-                here = end == len(parts) or any(parts[end] in NAMES[place] for place in places)
+                here = end == len(parts) or any(parts[end] in _names(place) for place in places)
                 wrong += [] if here else [name]
                 break
     return wrong

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.accelerated import (
     IS_OLDEST,
+    RANDOM_MODELS,
     assert_ours,
     assert_same,
     needs_captured_step,
@@ -39,7 +40,7 @@ NAME, WORDS = "GPT2LMHeadModel", 40
 def test_random_models_and_batches(name: str) -> None:
     source = random.Random(name)
     torch.manual_seed(1)
-    for number in range(10):
+    for number in range(RANDOM_MODELS):
         plain = build(name, **random_config(source, name))
         ours, passes = lightseq.accelerate(copy.deepcopy(plain)), 1 + number % 2
         for _ in range(5):

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.accelerated import assert_ours, assert_same, needs_captured_step, transformers
+from helpers.accelerated import (
+    RANDOM_MODELS,
+    assert_ours,
+    assert_same,
+    needs_captured_step,
+    transformers,
+)
 
 import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.base.errors import UserError
@@ -21,7 +27,7 @@ NAME = "ViTForImageClassification"
 def test_random_models(name: str) -> None:
     source = random.Random(name)
     torch.manual_seed(1)
-    for _ in range(10):
+    for _ in range(RANDOM_MODELS):
         plain = build(name, **random_config(source, name))
         ours = lightseq.accelerate(copy.deepcopy(plain))
         batch = random_batch(source, plain)
