@@ -96,9 +96,8 @@ def _translate_file(
     def complete(argv: list[str]) -> list[str]:
         return one_process(with_task(argv))
 
-    os.environ.pop(
-        "MASTER_ADDR", None
-    )  # of torchrun: fairseq would make one group of the processes
+    # Of torchrun: fairseq would make one group of the processes.
+    os.environ.pop("MASTER_ADDR", None)
     given = [*words, "--input", str(source)]
     run_fairseq("interactive", given, native=native, complete=complete, around=translate)
 

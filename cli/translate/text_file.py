@@ -36,8 +36,8 @@ class _Rank(NamedTuple):
 
     @classmethod
     def of_environment(cls) -> _Rank:
-        names = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-        return cls(*(int(os.environ.get(name, default)) for name, default in names))
+        number, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        return cls(int(number), int(ranks), int(os.environ.get("LOCAL_RANK", "0")))
 
 
 class _Unfinished:

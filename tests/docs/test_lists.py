@@ -48,7 +48,7 @@ def test_commands() -> None:
 # How Python code reads environment variables, by a name or a constant; and how it copies all of
 # them, or removes one that it has set.
 READ = (
-    r"\benviron(?:ment)?(?:\.get|\.setdefault)?[\[(][\"'](?P<name>\w+)[\"']",
+    r"\benviron(?:ment)?(?:\.get|\.setdefault|\.pop)?[\[(][\"'](?P<name>\w+)[\"']",
     r"\benviron(?:\.get|\.setdefault)?[\[(]\{?(?:\w+\.)*(?P<constant>[A-Z_]+)\b",
     r"\"(?P<name>\w+)\" in os\.environ\b",
     r"\b(?P<constant>[A-Z_]+) in os\.environ\b",
