@@ -95,6 +95,13 @@ begin_again() {
     done
     mkdir -p "$out"
     touch "$mark"
+    trap 'if [ $? = 130 ]; then how_to_resume; fi' EXIT
+}
+
+# After Ctrl-C. The command that was interrupted has said that it resumes if it is given again.
+how_to_resume() {
+    echo "${0##*/}: to resume, type the lightseq-train command that is printed above;" \
+        "bash $0 begins again and removes this run" >&2
 }
 
 # Prints gpu if torch sees a GPU, else cpu.

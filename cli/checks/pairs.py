@@ -33,15 +33,15 @@ def folders_of(args: argparse.Namespace) -> list[str]:
     return folders
 
 
-def _imported(args: argparse.Namespace, folder: str) -> tuple[str | None, str | None]:
-    """The pair of a model of lightseq-import that is searched with its own folder."""
+def _trained(args: argparse.Namespace, folder: str) -> tuple[str | None, str | None]:
+    """The pair of the model of --path, if the folder has its dictionaries."""
     from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
     path = getattr(args, "path", None)
     settings = settings_of(saved(path.partition(os.pathsep)[0] if path else None), "task")
     pair = settings.get("source_lang") or "source", settings.get("target_lang") or "target"
     files = [os.path.join(folder, f"dict.{language}.txt") for language in pair]
-    is_there = bool(settings.get("generation")) and all(map(os.path.isfile, files))
+    is_there = all(map(os.path.isfile, files))
     return pair if is_there else (args.source_lang, args.target_lang)
 
 
@@ -56,7 +56,7 @@ def pairs(request: Request) -> None:
     if source is None or target is None:
         source, target = infer_language_pair(folders[0])
         if source is None or target is None:
-            source, target = args.source_lang, args.target_lang = _imported(args, folders[0])
+            source, target = args.source_lang, args.target_lang = _trained(args, folders[0])
         if source is None or target is None:
             if os.path.isfile(os.path.join(folders[0], "dict.txt")):
                 raise UserError(

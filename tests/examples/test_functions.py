@@ -94,3 +94,14 @@ def test_shellcheck_finds_nothing() -> None:
     words = [Path(sys.executable).parent / "shellcheck", "-x", *scripts]
     done = subprocess.run(words, cwd=EXAMPLES.parent, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()
+
+
+@pytest.mark.parametrize(("status", "says"), [(130, True), (1, False), (0, False)])
+def test_how_to_resume_after_ctrl_c(tmp_path: Path, status: int, says: bool) -> None:
+    (tmp_path / "run.sh").write_text(
+        f'set -euo pipefail\n. "{EXAMPLES}/functions.sh"\nbegin_again {tmp_path}/out text\n'
+        f"(exit {status}) | tee -i log\n"
+    )
+    found = subprocess.run(["bash", "run.sh"], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == status
+    assert ("run.sh: to resume, type the lightseq-train command" in found.stderr) == says

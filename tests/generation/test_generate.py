@@ -358,6 +358,18 @@ def test_lines_that_are_searched_together(
     assert not difference_of_lines(*fields, 1e-4) and len(of_kind(found, "D")) == 4
 
 
+def test_a_folder_with_the_dictionaries_alone(place: Path, tmp_path: Path) -> None:
+    """As somebody gets it who gets a model: the languages are those of the checkpoint."""
+    arch = "--arch", "ls_transformer_tiny", "-s", "de", "-t", "en"
+    succeed("train", place / "data", *arch, *SMALL, "--save-dir", tmp_path)
+    for name in ("dict.de.txt", "dict.en.txt"):
+        (tmp_path / name).write_bytes((place / "data" / name).read_bytes())
+    (tmp_path / "lines").write_text("w1 w2\n")
+    words = "--path", tmp_path / "checkpoint_last.pt", "--input", tmp_path / "lines", "--cpu"
+    found = [succeed("interactive", data, *words) for data in (tmp_path, place / "data")]
+    assert of_kind(found[0], "D") == of_kind(found[1], "D") != []
+
+
 def test_bad_lines(place: Path, tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     lines.write_text("w1 unheard\nw2\n" + "w3 " * 30 + "\n")
