@@ -44,6 +44,8 @@ class SearchedText(Searched):
         real = real_tokens(given.get("attention_mask"), ids.shape, options.beam)
         if not bool(real[:, -1].all()):
             raise NotCovered("a prompt ends with a pad")
+        if options.no_repeat_ngram and _may_repeat_pads(ids, real, options.eos):
+            raise NotCovered("n-grams with pads are not to be repeated (no_repeat_ngram_size)")
         places, positions = real.cumsum(1) - 1, given.get("position_ids")
         if positions is not None:
             rows = positions.expand(input_ids.shape)[:: options.beam].cpu()
@@ -60,3 +62,17 @@ class SearchedText(Searched):
             for hypothesis in hypotheses:  # without the prompt
                 hypothesis["tokens"] = hypothesis["tokens"][count - 1 :]
         return found
+
+
+def _may_repeat_pads(ids: Tensor, real: Tensor, eos: int) -> bool:
+    """Whether a hypothesis may have an n-gram that has a pad in its prompt, or two tokens of the
+    prompt with a pad between them: in transformers pads are tokens, in our search there are none.
+
+    ids: prompts int64 [B, L]. real: 1 at real tokens, 0 at pads.
+    """
+    pads = real == 0
+    has_holes = bool((real.diff(dim=1) < 0).any())
+    # An eos as pad is no other token of a hypothesis, if it is none of the prompt.
+    return has_holes or bool(
+        (pads & (ids != eos)).any() or (pads.any() and ids[~pads].eq(eos).any())
+    )

@@ -27,10 +27,18 @@ def build(source: random.Random, **config: Any) -> Any:
     return models.with_ends(model, source)
 
 
-def prompts(source: random.Random, model: Any) -> dict[str, Tensor]:
-    """Prompts of several lengths, with pads on their left, or without a mask; some with holes."""
-    batch = models.random_batch(source, model, ("left", "left", "left holes", "none"))
-    return {name: x for name, x in batch.items() if name != "labels"}
+def prompts(source: random.Random, model: Any, has_ngrams: bool = True) -> dict[str, Tensor]:
+    """Prompts of several lengths, with pads on their left, or without a mask.
+
+    has_ngrams: n-grams are not to be repeated. Then all pads are eos, and otherwise at times
+    another token, or between tokens.
+    """
+    kinds = ("left", "left", "none", *["left holes"] * (not has_ngrams))
+    batch = models.random_batch(source, model, kinds)
+    batch = {name: x for name, x in batch.items() if name != "labels"}
+    if "attention_mask" in batch and (has_ngrams or source.random() < 0.5):
+        batch["input_ids"].masked_fill_(batch["attention_mask"] == 0, EOS)
+    return batch
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length", "ignore:lightseq")
@@ -42,7 +50,12 @@ def test_random_options(seed: int) -> None:
     plain = build(source, **models.random_config(source, "GPT2"))
     ours = lightseq.accelerate(copy.deepcopy(plain))
     for _ in range(10):
-        batch, options = prompts(source, plain), models.random_options(source, plain.config)
+        options = models.random_options(source, plain.config)
+        if "eos_token_id" in options:  # so pads are other tokens
+            options.pop("no_repeat_ngram_size", None)
+        batch = prompts(source, plain, "no_repeat_ngram_size" in options)
+        if "attention_mask" not in batch:  # transformers would make one from the pads
+            options.pop("pad_token_id", None)
         if batch["input_ids"].shape[1] == 1:
             options.pop("forced_bos_token_id", None)
         expected, found = (model.generate(**batch, **options) for model in (plain, ours))
@@ -63,7 +76,8 @@ def gpt2() -> tuple[Any, Any]:
 
 def batch_of_three() -> dict[str, Tensor]:
     mask = models.mask_of((2, 4, 3)).flip(1)
-    return {"input_ids": torch.arange(12).view(3, 4) + 5, "attention_mask": mask}
+    ids = torch.arange(12).view(3, 4) + 5
+    return {"input_ids": ids.masked_fill(mask == 0, EOS), "attention_mask": mask}
 
 
 FALLBACKS: list[tuple[str, dict[str, Any]]] = [
@@ -79,6 +93,9 @@ FALLBACKS: list[tuple[str, dict[str, Any]]] = [
         "position_ids": torch.arange(4).expand(3, 4)
     }),
     ("generate is called with token_type_ids", {"token_type_ids": torch.ones(3, 4).long()}),
+    ("n-grams with pads are not to be repeated (no_repeat_ngram_size)", {
+        "no_repeat_ngram_size": 2, "input_ids": torch.arange(12).view(3, 4) + 5,
+    }),
     ("generate returns numbers of each step", {
         "return_dict_in_generate": True, "output_scores": True
     }),
@@ -118,6 +135,31 @@ def test_positions_and_embeddings(gpt2: tuple[Any, Any]) -> None:
             assert_same(*(model.generate(**given) for model in (ours, plain)))
     assert "a sentence has more tokens than there are positions" in texts[0]
     assert "generate is called with inputs_embeds" in texts[1]
+
+
+@pytest.mark.parametrize(
+    "ids, mask, is_ours",
+    [
+        ([[EOS, EOS, 7, 8], [5, 6, 7, 8]], [[0, 0, 1, 1], [1, 1, 1, 1]], True),
+        ([[9, 9, 9, 8]], [[0, 0, 0, 1]], False),
+        ([[7, 9, 8, 7]], [[1, 0, 1, 1]], False),
+        ([[EOS, 8, EOS, 7]], [[0, 1, 1, 1]], False),
+        ([[7, 8, 8, 7]], [[1, 1, 1, 1]], True),
+    ],
+    ids=["eos", "another token", "between tokens", "eos in the prompt", "no pads"],
+)
+def test_ngrams_with_pads(
+    gpt2: tuple[Any, Any], ids: list[list[int]], mask: list[list[int]], is_ours: bool
+) -> None:
+    """In transformers they count. The model repeats one token, which is that of some pads."""
+    plain, ours = (copy.deepcopy(model) for model in gpt2)
+    with torch.no_grad():
+        for model in (plain, ours):
+            model.transformer.wte.weight[9] *= 8
+    batch = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+    options = {"max_new_tokens": 7, "no_repeat_ngram_size": 2, "num_beams": 2}
+    assert_same(*(model.generate(**batch, **options) for model in (ours, plain)))
+    assert bool(lightseq.report(ours).fallbacks) != is_ours
 
 
 SAMPLES: list[dict[str, Any]] = [
