@@ -34,11 +34,17 @@ _REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 20
 
 
 class _Asked(NamedTuple):
-    """A batch that is to be searched. results: empty until then."""
+    """A batch that is to be searched.
+
+    Attributes:
+        begun: the most tokens with which a result begins: those of a prompt, or forced ones.
+        results: empty until the search has ended.
+    """
 
     batch: SearchBatch
     options: SearchOptions
     first: int
+    begun: int
     rng: Tensor | None
     results: list[Any]
 
@@ -49,10 +55,8 @@ def _kind(asked: _Asked) -> str:
     As in fairseq, min_len does not hold while any sentence of a batch has a forced token. So it
     must hold from the same step on.
     """
-    batch = asked.batch
-    width = (batch.tokens if batch.forced is None else batch.forced).shape
-    free_until = min(width[1], asked.options.min_len)
-    return repr((asked.options, asked.first, batch.forced is None, free_until))
+    free_until = min(asked.begun, asked.options.min_len)
+    return repr((asked.options, asked.first, asked.batch.forced is None, free_until))
 
 
 class LSSequenceGenerator(SequenceGenerator):
@@ -130,7 +134,9 @@ class LSSequenceGenerator(SequenceGenerator):
             rng = torch.zeros(2, dtype=torch.int64, device=self._device)
             rng[:1].random_()
         first = self.eos if bos_token is None else bos_token
-        asked = _Asked(SearchBatch(tokens, max_len, forced), options, first, rng, [])
+        begins = tokens if encoder is None else forced
+        begun = 0 if begins is None else begins.shape[1]
+        asked = _Asked(SearchBatch(tokens, max_len, forced), options, first, begun, rng, [])
         if self._asked is not None and not options.sampled:
             self._asked.append(asked)
         else:
