@@ -186,7 +186,7 @@ def main() -> None:
     done = {(row["case"], row["system"], row["seed"]) for row in rows}
     runs = [run for run in runs if (run.case, run.system, run.seed) not in done]
     if failed := train_all(runs, args, results):
-        sys.exit(f"convergence.py: {', '.join(map(str, failed))} failed")
+        sys.exit(f"convergence.py: {', '.join(sorted(map(str, failed)))} failed")
 
 
 if __name__ == "__main__":
