@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from lightseq_fairseq.fairseq_compat import patching
 
 WINDOW = 1 << 13  # sentences, one or two seconds of a GPU
@@ -26,6 +24,8 @@ def searched_together(args: Namespace) -> Iterator[None]:
 
     args: those of fairseq-generate.
     """
+    import torch
+
     from lightseq_fairseq.plugins.generator import TOGETHER, LSSequenceGenerator, together
 
     patching.apply("model")  # before the block, whose end would undo it
