@@ -38,6 +38,7 @@ def main(given: Sequence[str] | None = None) -> Trainer:
         data_collator=Padding(input_ids=0, labels=-100),
     )  # fmt: skip
     trainer.train()
+    model.eval()  # without dropout
     prompt = torch.tensor([[5, 6, 7]], device=model.device)
     mask = torch.ones_like(prompt)
     print(

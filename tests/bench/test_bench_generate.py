@@ -183,7 +183,8 @@ def test_everything_once(data: Path, tmp_path: Path) -> None:
     for (case, system), row in found.items():
         assert f"\n{system} " in done.stdout or done.stdout.startswith(system)
         assert row["gpu"] == "none" and len(row["commit"]) == 40 and row["sentences"] == 24
-        assert 0 < row["p50_ms"] <= row["p99_ms"] < 1e3 * row["decode_s"]
+        # A pass may be one search; both numbers are rounded.
+        assert 0 < row["p50_ms"] <= row["p99_ms"] < 1e3 * row["decode_s"] + 0.1
         assert row["peak_gib"] > 0.1 and row["first_s"] > 0 and row["load_s"] > 0
         assert row.get("max_tokens") == (300 if "btokens" in case else None)
     # All systems do the same work: hypotheses of the same lengths.

@@ -57,10 +57,11 @@ def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
 
 def test_a_step_of_a_search_that_does_not_end(is_impatient: None) -> None:
     progress = DelayedProgress(torch.device("cpu"))
-    progress.begin(4)
+    progress.begin()
     progress._beside = progress._of_steps = Work(None)  # type: ignore[assignment]
+    assert progress.ended()[0] == 0  # the first step has not reported, and need not
     with pytest.raises(GPUHangs):
-        progress.unfinished(1)
+        progress.ended()
 
 
 def test_the_launcher_says_it_and_leaves_at_once(
