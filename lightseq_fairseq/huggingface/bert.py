@@ -23,6 +23,7 @@ from lightseq_fairseq.huggingface.covered import (
     check,
     check_table,
     rate,
+    rate_now,
     tensor,
     unsupported_sizes,
 )
@@ -117,8 +118,7 @@ class Bert(Reader):
         return weight
 
     def rate(self, model: Any) -> float:
-        dropout = model.embeddings.dropout
-        return float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
+        return rate_now(model.embeddings.dropout)
 
     def can_be_graph(self, model: Any, call: Call) -> bool:
         try:

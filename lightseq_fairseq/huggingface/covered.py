@@ -139,6 +139,11 @@ def rate(module: Any) -> float:
     return float(module.p) if module.training else 0.0
 
 
+def rate_now(module: Any) -> float:
+    """The rate at which a dropout drops now, whatever its class is; 0 if it has none."""
+    return float(getattr(module, "p", 0.0)) if module.training else 0.0
+
+
 def check_table(table: Any, kind: type = nn.Embedding) -> None:
     """Raise NotCovered if an embedding may compute something else than look-ups."""
     check(table, kind)

@@ -22,6 +22,7 @@ from lightseq_fairseq.huggingface.covered import (
     check,
     check_table,
     rate,
+    rate_now,
     tensor,
     unsupported_sizes,
 )
@@ -106,8 +107,7 @@ class ModernBert(Reader):
         return weight
 
     def rate(self, model: Any) -> float:
-        dropout = model.embeddings.drop
-        return float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
+        return rate_now(model.embeddings.drop)
 
     def can_be_graph(self, model: Any, call: Call) -> bool:
         try:
