@@ -157,15 +157,19 @@ class LSSequenceGenerator(SequenceGenerator):
         if len(calls) < 2 or self._device.type not in TOGETHER:
             return [call() for call in calls]
         asked: list[_Asked] = []
-        self._asked = asked
-        try:
-            found = [call() for call in calls]
-        finally:
-            self._asked = None
-        waiting = {id(each.results) for each in asked}
-        for place, results in enumerate(found):
-            if id(results) not in waiting:  # the task does not return the generator's own list
-                found[place] = calls[place]()
+        found: list[Any] = []
+        for call in calls:
+            waiting: list[_Asked] = []
+            self._asked = waiting
+            try:
+                results = call()
+            finally:
+                self._asked = None
+            if waiting and results is not waiting[-1].results:  # the task returns something else
+                results = call()
+            else:
+                asked += waiting
+            found.append(results)
         asked.sort(key=lambda each: -each.batch.tokens.shape[1])
         most = most_source(self.model.single_model.decoder)
         for _, group in itertools.groupby(sorted(asked, key=_kind), _kind):

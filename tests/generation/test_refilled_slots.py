@@ -213,6 +213,29 @@ def test_other_rules(toy: digits.Toy, more: dict[str, Any], slots: Any) -> None:
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("options", [{"match_source_len": True}, {"sampling": True, "beam": 2}])
+def test_batches_of_fairseqs_search_are_searched_once(
+    toy: digits.Toy, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """So samples are those of the seed."""
+    generator = toy.task.build_generator([toy.ls], GenerationConfig(**options))
+    digits.held_out(toy.task)  # loads them
+    sentences = toy.task.dataset("valid")
+    samples = [sentences.collater([sentences[i] for i in (n, n + 1)]) for n in range(0, 6, 2)]
+    calls = [
+        functools.partial(toy.task.inference_step, generator, [toy.ls], each) for each in samples
+    ]
+    found = []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(plugin, "TOGETHER", devices)
+        torch.manual_seed(3)
+        found.append(plugin.together(generator, calls))
+        found.append(torch.rand(1))
+    assert torch.equal(found[1], found[3])
+    for mine, other in zip(found[0], found[2], strict=True):
+        assert_close(mine, other)
+
+
 def test_batches_that_are_searched_together(
     toy: digits.Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
