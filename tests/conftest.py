@@ -48,13 +48,13 @@ def _asked_for(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shared.begin()  # pytest_unconfigure ends it, also after the error below
+
     if _asked_for(config) and not torch.cuda.is_available():
         raise pytest.UsageError(
             f'-m "{config.getoption("markexpr")}" asks for GPU tests, but torch sees no GPU here'
         )
-
-    if not hasattr(config, "workerinput"):
-        shared.begin()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fairseq.logging import metrics
 from helpers.parity import LS, NATIVE, PAD, Systems, command_line
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.plugins.criterion import MaskedLmLoss
 
 MODELS = pytest.mark.parametrize("arch", ["ls", "native"])
 
@@ -151,6 +153,19 @@ def test_what_is_logged(corpus: Path, flags: dict[str, Any]) -> None:
         assert criterion.logging_outputs_can_be_summed()
     assert logged[0] == logged[1]
     assert ("accuracy" in logged[0]) == ("report_accuracy" in flags)
+
+
+def test_an_update_without_masked_tokens_leaves_the_average_alone() -> None:
+    # fairseq divides by zero, so the loss of the whole epoch is nan.
+    counts = {"ntokens": 3, "nsentences": 1}
+    nothing = {"loss": torch.tensor(0.0), "sample_size": torch.tensor(0), **counts}
+    masked = {"loss": torch.tensor(4.0), "sample_size": torch.tensor(2), **counts}
+    with metrics.aggregate(new_root=True) as epoch:
+        for outputs in ([nothing], [masked, nothing], [nothing, nothing]):
+            with metrics.aggregate() as update:
+                MaskedLmLoss.reduce_metrics(outputs)
+            assert update.get_smoothed_values()["loss"] >= 0
+    assert epoch.get_smoothed_values()["loss"] == round(4 / 2 / math.log(2), 3)
 
 
 @pytest.mark.parametrize("kind", [{}, UNSMOOTHED])
