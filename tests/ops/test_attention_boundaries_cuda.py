@@ -52,7 +52,7 @@ def test_boundaries_are_read_once(monkeypatch):
     segments = Segments.from_mask(mask)
     q = torch.randn(120, 3, 64, device="cuda")
     cu, longest = segments.cu_seqlens, segments.max_len
-    own = (q, q, q, cu, cu, longest, longest, False, 0.125, ops.Dropout(0.0, case.rng, SITE))
+    own = (q, q, q, cu, cu, longest, longest, False, 0, 0.125, ops.Dropout(0.0, case.rng, SITE))
     torch.cuda.set_sync_debug_mode("error")
     try:
         ops.attention_fwd(*arguments)
@@ -80,7 +80,7 @@ from lightseq_fairseq.base import library
 library.DIRECTORY = Path(sys.argv[1])
 from helpers.attention_cases import Case
 pass_, name, place, value = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
-case = Case(([30, 40, 0, 0], None), torch.bfloat16)
+case = Case(([30, 40, 0, 0], [30, 40, 0, 0]), torch.bfloat16)  # cu_k is a tensor of its own
 out, lse, _ = ops.attention_fwd(*case.qkv, *case.settings())
 gradients = [torch.empty_like(x) for x in case.qkv]
 graph = torch.cuda.CUDAGraph()

@@ -71,10 +71,11 @@ def test_every_activation(activation, p, dtype):
 
 
 def test_drops_what_the_reference_drops():
-    inner = Inner(70, 1032, torch.float32, p=0.5)
-    y, dx = inner.results()
-    keep = ops.dropout_mask(make_rng(), SITE, 70, 1032, 0.5).cuda()
-    assert torch.equal(y != 0, keep) and torch.equal(dx[:, 1032:] != 0, keep)
+    (y, dx), (all_y, all_dx) = (Inner(70, 1032, torch.float32, p=p).results() for p in (0.5, 0.0))
+    mask = ops.dropout_mask(make_rng(), SITE, 70, 1032, 0.5).cuda()
+    assert torch.equal(y, 2 * all_y * mask)
+    assert torch.equal(dx, 2 * all_dx * mask.repeat(1, 2))
+    assert 0.4 < mask.float().mean() < 0.6
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -140,8 +140,8 @@ def test_beam_search(rows: int, classes: int, dtype: torch.dtype) -> None:
         moved.append(found[1][:, 0].contiguous())
         moved.append(scores.clone())
         history = [memory.int(), memory.int(), memory.clone()]
-        history += [memory.t().int(), memory.t().clone(memory_format=torch.contiguous_format)]
-        results = [memory[0].int(), memory[0].clone()]
+        found_text = torch.zeros(rows, 10).cuda()
+        results = [found_text.int(), found_text.clone(), memory[0].int(), memory[0].clone()]
         reports = torch.zeros(rows // 5 + 1, dtype=torch.int32).pin_memory()
         options = 5, 1, 0.0, 2, 1.0, 0
         ops.beam_advance(*found, last_steps, *moved, *history, *results, reports, *options)
