@@ -167,6 +167,10 @@ def random_config(source: random.Random, name: str) -> dict[str, Any]:
         config["problem_type"] = source.choice((None, "regression"))
     elif name.endswith("ForTokenClassification"):
         config["num_labels"] = source.randint(2, 4)
+    if family != "ViT":  # also numbers that are no multiple of 8
+        words = config["vocab_size"] = _SIZES[family]["vocab_size"] + source.randint(0, 4)
+        if family == "Marian":
+            config["decoder_vocab_size"] = words
     return config
 
 

@@ -100,6 +100,24 @@ __device__ __forceinline__ Activated activate(float v) {
   return {v, 1.0f};
 }
 
+// The activation of v, where it is chosen at run time.
+template <typename T>
+__device__ __forceinline__ float activated(Activation activation, float v) {
+  switch (activation) {
+    case Activation::kIdentity:
+      return v;
+    case Activation::kRelu:
+      return relu(v);
+    case Activation::kGelu:
+      return activate<T, Activation::kGelu>(v).value;
+    case Activation::kGeluAccurate:
+      return activate<T, Activation::kGeluAccurate>(v).value;
+    case Activation::kSilu:
+      return activate<T, Activation::kSilu>(v).value;
+  }
+  return v;
+}
+
 // dy times the derivative of the activation at v.
 template <Activation kActivation>
 struct Derivative {

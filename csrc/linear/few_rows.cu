@@ -1,6 +1,6 @@
 // linear_fwd for at most 16 rows, for 16-bit types: T rows, K inputs, N outputs.
 //
-//   y [T, N] = x W^T + b, or relu of it             sums in float32, rounded once
+//   y [T, N] = x W^T + b, or an activation of it    sums in float32, rounded once
 //
 //   bytes moved   W once, usually from memory: a decoder's weights are larger than any cache. x
 //                 once per block, from L2. The rest is negligible.

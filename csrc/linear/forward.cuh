@@ -9,12 +9,12 @@
 #include "common/columns.cuh"
 #include "common/launch.cuh"
 #include "common/ptx/mma.cuh"
+#include "linear/activation.cuh"
 #include "linear/matmul.h"
 #include "linear/nan.cuh"
 
 namespace lightseq {
 
-constexpr int64_t kFewRows = 16;         // up to them, multiply_few_rows() is the fastest
 constexpr int64_t kMostTiledRows = 128;  // no speed-up by multiply_by_tiles() for more rows
 constexpr int kTiles = 3;                // number of its tile shapes, numbered from 1
 
@@ -31,7 +31,7 @@ struct LinearParams {
   int64_t x_stride, weight_stride, y_stride;
   int rows, inputs, outputs;
   int chunks;  // per warp
-  bool relu;
+  Activation activation;
   bool weights_are_old;  // the previous kernel does not write weight and bias
 
   LinearParams(const Product& p, int64_t chunks_of_warp, cudaStream_t stream)
@@ -46,7 +46,7 @@ struct LinearParams {
         inputs(static_cast<int>(p.a.columns)),
         outputs(static_cast<int>(p.out.columns)),
         chunks(static_cast<int>(chunks_of_warp)),
-        relu(p.relu),
+        activation(p.activation),
         weights_are_old(follows_dependent_launch(stream)) {}
 
   // Bias of outputs `output` and `output + 1`, packed.
@@ -68,7 +68,7 @@ struct LinearParams {
     const float2 added = unpack_pair<T>(bias_of_both);
     sum.x += added.x;
     sum.y += added.y;
-    if (relu) sum = {lightseq::relu(sum.x), lightseq::relu(sum.y)};
+    sum = {activated<T>(activation, sum.x), activated<T>(activation, sum.y)};
     store_pair(y + row * y_stride + output, sum.x, sum.y);
   }
 };

@@ -1,6 +1,6 @@
 // Linear layers: y = x W^T + b. T rows (tokens), K inputs, N outputs.
 //
-//   forward    y  [T, N]   = x W^T + b             or relu of it, for linear_activation_fwd
+//   forward    y  [T, N]   = x W^T + b             or an activation, for linear_activation_fwd
 //   backward   dx [T, K]   = dy W
 //              dW [N, K] (+)= dy^T x          overwrites or accumulates (+)= in place
 //              db [N]    (+)= column sum of dy
@@ -214,7 +214,7 @@ STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
 
 // x [T, K], weight [N, K], bias [N] or none -> y [T, N]
 Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                  bool relu) {
+                  Activation activation) {
   constexpr const char* kOp = "linear_fwd";
   check_operands(kOp, x, weight);
   require(!bias || bias->is_contiguous(), kOp, ": bias must be contiguous");
@@ -230,7 +230,7 @@ Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Ten
                   .a = padded(Matrix(x), tokens, k),
                   .b = padded(Matrix(weight), n, k),
                   .transpose_b = true,
-                  .relu = relu};
+                  .activation = activation};
   std::optional<Matrix> added;
   if (bias) {
     added = padded(Matrix(*bias), 1, n);

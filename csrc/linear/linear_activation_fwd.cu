@@ -244,8 +244,9 @@ std::tuple<Tensor, Tensor, Tensor> linear_activation_fwd(
   const Tensor transpose = allocate(x, {0}, kE4m3);
   const int32_t device = x.get_device();
   const DeviceGuard guard(device);
-  if (which == Activation::kRelu && p == 0.0) {
-    return {linear_fwd(x, weight, bias, true), transpose, allocate(x, {0})};
+  const bool has_few_rows = x.size(0) <= kFewRows && x.scalar_type() != ScalarType::Float;
+  if (p == 0.0 && (which == Activation::kRelu || (has_few_rows && !need_slope))) {
+    return {linear_fwd(x, weight, bias, which), transpose, allocate(x, {0})};
   }
   check_rows(kOp, "bias", bias);
   if (const auto results = by_tiles(x, weight, bias, which, dropout, need_slope, device)) {

@@ -65,7 +65,7 @@ cudaDataType_t cuda_type_of(const Matrix& x) {
 
 cublasLtEpilogue_t epilogue_of(const Product& p) {
   if (p.bias == nullptr) return CUBLASLT_EPILOGUE_DEFAULT;
-  return p.relu ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_BIAS;
+  return p.activation == Activation::kRelu ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_BIAS;
 }
 
 // Descriptors of a product for cuBLASLt, whose A is our b and whose B is our a. cuBLASLt's matrices
@@ -245,7 +245,7 @@ Algorithm search(cublasLtHandle_t handle, Product p, cudaStream_t stream) {
     // them may be the fastest, although cuBLASLt does not propose it for the epilogue.
     Product plain = p;
     plain.bias = nullptr;
-    plain.relu = false;
+    plain.activation = Activation::kIdentity;
     add_proposals(plain);
   }
   if (p.a.rows <= kMostTiledRows && p.is_forward_in_16_bits()) {
@@ -360,7 +360,7 @@ bool is_capturing(cudaStream_t stream) {
 }  // namespace
 
 void multiply(const Product& p) {
-  if (p.a.rows <= kFewRows && p.is_forward_in_16_bits()) return multiply_few_rows(p);
+  if (p.has_few_rows()) return multiply_few_rows(p);
   const int32_t device = p.out.owner.get_device();
   const cudaStream_t stream = current_stream(device);
   Multiplier& multiplier = Multiplier::of(device);

@@ -9,9 +9,12 @@
 #include <climits>
 #include <cstdint>
 
+#include "linear/activation.cuh"
+
 namespace lightseq {
 
 constexpr int64_t kRowAlignment = 16;  // bytes
+constexpr int64_t kFewRows = 16;       // up to them, few_rows.cu is the fastest
 
 // A matrix in device memory.
 struct Matrix {
@@ -44,7 +47,8 @@ struct Product {
   Matrix out, a, b;
   bool transpose_a = false, transpose_b = false;
   const void* bias = nullptr;
-  bool relu = false;  // only with a bias
+  // Only with a bias. Apart from relu, only if has_few_rows().
+  Activation activation = Activation::kIdentity;
   bool accumulate = false;
   const float *a_scale = nullptr, *b_scale = nullptr;  // in device memory; E4M3 only
   int64_t tokens = a.rows;                             // which of the sizes counts tokens
@@ -54,6 +58,8 @@ struct Product {
     return transpose_b && !transpose_a && !accumulate && a.type != ScalarType::Float &&
            out.type == a.type && std::max(a.columns, out.columns) <= INT_MAX / 2;
   }
+  // Whether few_rows.cu computes it, with any activation.
+  bool has_few_rows() const { return a.rows <= kFewRows && is_forward_in_16_bits(); }
 };
 
 void multiply(const Product& p);

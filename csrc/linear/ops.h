@@ -23,9 +23,9 @@ struct Operand {
   bool is_quantised() const { return scale.has_value(); }
 };
 
-// linear.cu
+// linear.cu. activation: see Product.
 Tensor linear_fwd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                  bool relu = false);
+                  Activation activation = Activation::kIdentity);
 Tensor linear_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight,
                   std::optional<Tensor> dweight, std::optional<Tensor> dbias,
                   std::optional<Tensor> onto, bool accumulate, bool need_dx);

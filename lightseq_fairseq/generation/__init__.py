@@ -3,7 +3,6 @@
 search_buffers       the tensors of a search, at fixed addresses that CUDA graphs can use
 decoder              one decoding step of all hypotheses, and its CUDA graphs
 prompts              the prompts of a language model, which its hypotheses begin with
-repeats              blocks tokens that would repeat an n-gram, or always
 ends                 ends hypotheses of the greatest length, as transformers does without eos
 search               our search: beam search, diverse beam search, sampling
 results              the hypotheses that a search has found, on the host

@@ -21,7 +21,7 @@ class SearchOptions:
         length_penalty, groups, diversity: see ``ops.beam_advance``.
         sampled, topk, topp: sample the tokens, see ``ops.beam_sample``. With both, topp is a share
             of the probability of the topk best.
-        no_repeat_ngram: see ``repeats.block``; 0 blocks nothing.
+        no_repeat_ngram: see ``ops.block_repeats``; 0 blocks nothing.
         early_stopping: one of `STOPPING`, for the rules of transformers: see ``Stopping``. Then a
             forced token adds nothing to a score. None: fairseq's rules.
         blocked: tokens that no result has.
@@ -62,7 +62,7 @@ class SearchOptions:
 
     @property
     def blocks(self) -> bool:
-        """Whether ``repeats.block`` has anything to do."""
+        """Whether tokens are blocked after the logits, see ``ops.block_repeats``."""
         return bool(self.no_repeat_ngram or self.blocked or (self.renormalizes and self.min_len))
 
     def of_tokens(self) -> dict[str, Any]:

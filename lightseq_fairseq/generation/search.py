@@ -131,6 +131,7 @@ class _Search:
             part, read = source.largest_batch, source.most_tokens(bounds)
         sizes = Sizes(self.rows, positions, source.sentences, source.sentences * beam, part, read)
         self.memory = self.steps.open(self.encoder, self.decoder, source, sizes)
+        self.memory.keep_blocked(self.options.blocked)
         self.in_slot = np.full(slots, -1)
         self.began, self.ends_by, self.first_step, self.first_place = np.zeros((4, slots), np.int64)
         self.moved: np.ndarray | None = None

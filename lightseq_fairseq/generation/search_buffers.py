@@ -14,6 +14,7 @@ is a size with spare room. A slot is the ``beam`` adjacent rows of one sentence.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +71,7 @@ class SearchBuffers:
         progress: int32, see ``ops.beam_advance.Progress``.
         host: name -> numpy array on the host; ``send`` copies each to the tensor of that name.
         rng: int64 [2], for sampling.
+        blocked: int32 [.], the tokens that no result has.
         moved: whether any tensor was reallocated since the user last set this to False.
     """
 
@@ -186,6 +188,12 @@ class SearchBuffers:
         staged = self._staged(len(numbers))
         staged.numpy()[:] = numbers
         return staged.to(self.device, non_blocking=True)
+
+    def keep_blocked(self, tokens: Sequence[int]) -> None:
+        """Set ``blocked``."""
+        self.blocked = self.take("blocked", max(len(tokens), 1), torch.int32)[: len(tokens)]
+        if tokens:
+            self.blocked.copy_(self.sent(np.array(tokens)))
 
     def place_columns(self, index: Tensor, shape: tuple[int, int]) -> None:
         """Fill ``columns``: packed token t is at index[t] of the flattened padded source."""

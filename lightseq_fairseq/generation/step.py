@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.generation import ends, prompts, repeats
+from lightseq_fairseq.generation import ends, prompts
 from lightseq_fairseq.generation.decoder import StepDecoder
 from lightseq_fairseq.generation.options import SearchOptions
 
@@ -50,7 +50,14 @@ class Step:
         if self.ends_all:
             last_steps += 1  # any token may follow
         if options.blocks:
-            so_far = repeats.block(memory, logits, scores, options)
+            if options.renormalizes and options.min_len:
+                early = now < options.min_len
+                logits[:, options.eos].masked_fill_(early, -torch.inf)
+            so_far = ops.block_repeats(
+                logits, scores, memory.blocked, memory.tokens[:rows], memory.places[:rows],
+                memory.ancestry, memory.past_tokens, options.no_repeat_ngram, options.temperature,
+                options.renormalizes,
+            )  # fmt: skip
         of_tokens = {**options.of_tokens(), "min_len_from": self.min_len_from}
         if options.sampled:
             if options.topk and options.topp:  # the op would read only topp

@@ -15,8 +15,6 @@ from lightseq_fairseq.generation.options import STOPPING, SearchOptions
 from lightseq_fairseq.generation.search import MOST_BEAM
 from lightseq_fairseq.huggingface.covered import NotCovered
 
-_MOST_BLOCKED = 64  # each is a kernel
-
 
 @dataclass
 class Asked:
@@ -151,8 +149,6 @@ class Asked:
         most = MOST_BEAM if device.type == "cuda" else words
         if 2 * self.beam >= words or self.beam > most:
             raise NotCovered(f"num_beams is {self.beam}")
-        if len(self.blocked) > _MOST_BLOCKED:
-            raise NotCovered(f"{len(self.blocked)} tokens are blocked")
         # The search itself has one token that no result has.
         renormalizes = self.renormalizes or self.sampled
         is_one = len(self.blocked) == 1 and not renormalizes

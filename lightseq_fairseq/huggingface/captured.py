@@ -1,8 +1,9 @@
 """Forward and backward of a Hugging Face model as CUDA graphs, one for each shape of batches.
 
 The graph has the Trainer's own ``training_step``: the model's heads and loss are Hugging Face's,
-its encoder ours. Gradients are written into one flat gradient, which `LightseqAdamW` reads. In
-bfloat16, layers and heads read 16-bit copies of the parameters, which the update also writes.
+its encoder ours, and so are a head over a vocabulary and its loss. Gradients are written into one
+flat gradient, which `LightseqAdamW` reads. In bfloat16, layers and heads read 16-bit copies of the
+parameters, which the update also writes.
 
 Shapes: N = elements of the parameter buffer, including alignment gaps.
 """
@@ -21,10 +22,16 @@ from lightseq_fairseq.huggingface.adamw import LightseqAdamW
 from lightseq_fairseq.huggingface.batch import Batch
 from lightseq_fairseq.huggingface.calls import GIVEN, GivenPass
 from lightseq_fairseq.huggingface.copies import replaced
+from lightseq_fairseq.huggingface.vocabulary import Vocabulary, heads
 from lightseq_fairseq.memory.fp8 import OFF, Fp8State, NoFp8, why_no_fp8
 from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.graphs import Graphs
-from lightseq_fairseq.memory.parameters import FlatBuffer, flatten_parameters, give_own_storages
+from lightseq_fairseq.memory.parameters import (
+    FlatBuffer,
+    flatten_parameters,
+    give_own_storages,
+    keep_spare_rows,
+)
 from lightseq_fairseq.memory.passes import Pass
 
 
@@ -60,7 +67,11 @@ class CapturedStep:
         """Place the parameters in one buffer, those of a group of the optimizer side by side."""
         encoders = [m for m in self.model.modules() if isinstance(m, Accelerated)]
         groups = [group for m in encoders for group in m._lightseq.family.groups(m)]
-        buffers = flatten_parameters(self.model, groups, first=self._parameters)
+        found = heads(self.model)
+        self._head_weights = [head.weight for head in found]
+        biases = [head.bias for head in found if head.bias is not None]
+        spared = [*self._head_weights, *biases]
+        buffers = flatten_parameters(self.model, groups, spared, first=self._parameters)
         trained = [buffer for buffer in buffers if buffer.parameters[0].requires_grad]
         assert len(trained) == 1  # of one dtype and device
         self._whole = trained[0]
@@ -77,7 +88,9 @@ class CapturedStep:
             if buffer is self._whole:
                 leaves = [leaf.requires_grad_() for leaf in leaves]
                 self._low = FlatBuffer(leaves)
-            self._read |= {id(p): leaf for p, leaf in zip(buffer.parameters, leaves, strict=True)}
+            for parameter, leaf in zip(buffer.parameters, leaves, strict=True):
+                self._read[id(parameter)] = leaf
+                keep_spare_rows(parameter, leaf)
         self.optimizer.lay_out()
         for buffer in buffers:
             give_own_storages(buffer)
@@ -188,6 +201,7 @@ class CapturedStep:
         try:
             with (
                 replaced(self.model, self._read),
+                Vocabulary([self._read[id(weight)] for weight in self._head_weights]),
                 Pass(self._gradients, self._fp8).entered(),
                 self._gradients.write(accumulate=not first),
             ):

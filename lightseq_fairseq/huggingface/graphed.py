@@ -57,8 +57,9 @@ class FeatureGraphs(ModuleGraphs):
 class GradientGraphs(ModuleGraphs):
     """Differentiable passes: one graph computes features, another one the gradients.
 
-    What a pass keeps for its backward is in memory that the next pass overwrites. So there is no
-    pass by graphs as long as the backward of another one may come.
+    What a pass keeps for its backward is in memory that the next pass overwrites, and so are the
+    results of both graphs: else each shape of batches would keep a gradient of all parameters. So
+    there is no pass by graphs as long as the backward of another one may come.
     """
 
     def __init__(self, what: str) -> None:
@@ -136,9 +137,13 @@ class GradientGraphs(ModuleGraphs):
         """
 
         def back() -> Sequence[Tensor | None]:
-            return torch.autograd.grad(
+            found = torch.autograd.grad(
                 run.features, run.leaves, run.dfeatures, retain_graph=keeps, allow_unused=True
             )
+            if keeps or not torch.cuda.is_current_stream_capturing():
+                return found
+            run.features, run.dfeatures = _lent(run.features.detach()), _lent(run.dfeatures)
+            return [None if x is None else _lent(x) for x in found]
 
         with self._alone(dfeatures.device):
             if graphs is not self._graphs:
@@ -183,6 +188,25 @@ class _Replayed(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         return None, None, None, None, *ctx.owner.gradients(ctx.graphs, ctx.run, dfeatures, keeps)
+
+
+def _lent(x: Tensor) -> Tensor:
+    """The memory of x, which other graphs of the pool may use once nobody refers to x.
+
+    Whoever reads it does so before another graph runs.
+    """
+    if x.numel() == 0 or not x.is_contiguous():
+        return x
+    return torch.as_tensor(_Memory(x), device=x.device).view(x.dtype).view(x.shape)
+
+
+class _Memory:
+    """Bytes on a GPU that belong to nobody, as ``torch.as_tensor`` reads them."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (x.nbytes,), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 2
+        }  # fmt: skip
 
 
 def _copied(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -49,7 +49,9 @@ def cross_entropy(
             "the labels need the same shape without the last dimension."
         )
     classes = logits.shape[-1]
-    rows, target = logits.reshape(-1, classes).contiguous(), labels.reshape(-1)
+    rows, target = logits.reshape(-1, classes), labels.reshape(-1)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
     counts, known = target != ignore_index, (target >= 0) & (target < classes)
     loss, _, _ = label_smoothed_cross_entropy(
         rows, target.masked_fill(~known, 0), label_smoothing * (classes - 1) / classes, _NOTHING

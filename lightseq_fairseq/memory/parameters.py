@@ -173,6 +173,12 @@ def with_spare_rows(parameter: Tensor) -> Tensor | None:
     return parameter.detach().as_strided((rows, *parameter.shape[1:]), parameter.stride())
 
 
+def keep_spare_rows(parameter: Tensor, copy: Tensor) -> None:
+    """Let `with_spare_rows` know that ``copy``, in a buffer of the same layout, has them, too."""
+    if with_spare_rows(parameter) is not None:
+        _spared_at[copy] = copy.data_ptr()
+
+
 def read_as_one(parameters: Sequence[Tensor], spared: bool) -> Tensor:
     """`as_one`; or with ``spared`` a single parameter with its spare rows, which it must have."""
     if not spared:
@@ -204,8 +210,8 @@ def flatten_parameters(
             ``as_one`` is a view. A group is placed where its first member occurs in
             ``module.parameters()``. Parameters of a group share dtype and device.
         spared: parameters without a group, after which zero rows are reserved if their number of
-            rows is no multiple of 8 (`with_spare_rows`). They are placed first, because the last
-            parameter of a buffer gets no zero rows, unless it is frozen.
+            rows is no multiple of 8 (`with_spare_rows`). The last parameter of a buffer gets none,
+            unless it is frozen. So those that are not in ``first`` are placed first.
         first: parameters that are placed before all others, in this order.
 
     Returns:
@@ -215,15 +221,19 @@ def flatten_parameters(
     group_of = {id(p): group for group in whole for p in group}
     blocks: dict[tuple[torch.dtype, torch.device, bool], list[list[Tensor]]] = defaultdict(list)
     placed: set[int] = set()
-    for parameter in (*first, *module.parameters()):
+    given = list(first)
+    for parameter in (*given, *module.parameters()):
         if id(parameter) not in placed:
             block = group_of.get(id(parameter), [parameter])
             placed.update(id(p) for p in block)
             kind = parameter.dtype, parameter.device, parameter.requires_grad
             blocks[kind].append(block)
     spare = {id(p): _spare(p) for p in spared if _spare(p) > 0}
+    placed_first = {id(p) for p in given}
     for of_one_kind in blocks.values():
-        of_one_kind.sort(key=lambda block: id(block[0]) not in spare)
+        of_one_kind.sort(
+            key=lambda block: 0 if id(block[0]) in placed_first else 1 + (id(block[0]) not in spare)
+        )
     return [_lay_out(of_one_kind, spare) for of_one_kind in blocks.values()]
 
 

@@ -38,6 +38,7 @@ from .fp8_scales import fp8_scales
 from .fp8_weights import fp8_weights
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_fwd_bwd
 from .column_sum import defer_column_sums, flush_column_sums
+from .block_repeats import block_repeats
 from .beam_search import beam_candidates, beam_sample
 from .beam_advance import beam_advance
 from .update_scalars import update_scalars

@@ -153,8 +153,8 @@ class _Inputs:
         def bytes_of(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.uint8, device=self.q.device)
 
-        out, lse, _ = ops.attention_fwd(self.q, self.k, self.v, *options)
-        given = self.dout, self.q, self.k, self.v, out, lse, *options
+        out, log_sums, _ = ops.attention_fwd(self.q, self.k, self.v, *options)
+        given = self.dout, self.q, self.k, self.v, out, log_sums, *options
         for way, moved, run in (
             ("fwd", 2 * q + 2 * k + lse + q // 2, forward),
             ("bwd", 2 * q + 2 * k + lse + q // 2 + k, backward),

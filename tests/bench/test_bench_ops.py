@@ -102,6 +102,7 @@ def test_fp8_products_agree() -> None:
     assert len({case.name for case in found}) == len(found) == 35
     for case in found:
         results = {system: list(make()()) for system, make in case.systems.items()}
+        assert type(case.least_bytes) is int and case.least_bytes > 0
         has_library = case.name.startswith(("fp8_linear_fwd", "fp8_linear_bwd"))
         assert set(results) == ({"ours", "library"} if has_library else {"ours"})
         if has_library:

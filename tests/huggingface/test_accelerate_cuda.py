@@ -91,6 +91,27 @@ def test_memory_is_not_above_hugging_faces(mode: str) -> None:
     assert peaks[1] <= peaks[0], peaks
 
 
+@pytest.mark.alone
+def test_graphs_of_many_shapes_share_their_memory() -> None:
+    torch.manual_seed(3)
+    sizes = {**SIZES, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048,
+             "num_hidden_layers": 6, "max_position_embeddings": 520}  # fmt: skip
+    model = lightseq.accelerate(build(CLASSES, **sizes).cuda())
+    parameters = sum(p.nbytes for p in model.parameters())
+    held = []
+    for longest in range(500, 20, -40):
+        batch = on_gpu(batch_of(model, mask_of([longest] * 8)))
+        for _ in range(3):  # eagerly, captured, replayed
+            model.zero_grad()
+            gradients(model, batch, "autocast")
+        model.zero_grad()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    passes = model.bert._lightseq.family._passes
+    assert len(passes._graphs._graphs) >= 2 * len(held)
+    assert held[-1] - held[0] < parameters / 4, held
+
+
 def test_one_wait_for_the_gpu() -> None:
     """The number of real tokens; a batch without pads needs none."""
     torch.manual_seed(4)

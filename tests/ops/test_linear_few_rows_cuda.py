@@ -27,6 +27,11 @@ from lightseq_fairseq import ops
 
 MOST = 16  # most rows of the kernel; larger GEMMs use cuBLASLt
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "gelu_accurate": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+}
 # Inputs and outputs: one tile; an incomplete chunk of inputs; blocks of one to four tiles; more
 # inputs than are in flight; more blocks than run at the same time.
 SIZES = [
@@ -83,6 +88,28 @@ def test_padded_widths(k: int, n: int, dtype: torch.dtype) -> None:
     exact = functional.linear(x.double(), weight.double(), bias.double())
     poison_cache()
     assert_as_good_as(ops.linear_fwd(x, weight, bias), functional.linear(x, weight, bias), exact)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("k", "n"), [(768, 3072), (97, 131)])
+def test_activation_in_the_same_kernel(k: int, n: int, activation: str, dtype: torch.dtype) -> None:
+    x, weight = drawn(MOST, k, dtype=dtype), drawn(n, k, dtype=dtype, scale=k**-0.5)
+    bias, none = drawn(n, dtype=dtype), ops.Dropout(0.0, make_rng(device="cuda"), 1)
+    function = ACTIVATIONS[activation]
+    exact = function(functional.linear(x.double(), weight.double(), bias.double()))
+    plain = function(functional.linear(x, weight, bias))
+    for rows in (1, 7, MOST):
+        poison_cache()
+        given = x[:rows], weight, bias, activation, none
+        y, _, slope = ops.linear_activation_fwd(*given, False)
+        assert_as_good_as(y, plain[:rows], exact[:rows], f"{rows} rows")
+        assert slope.numel() == 0
+        with_slope, _, _ = ops.linear_activation_fwd(*given, True)  # by two kernels
+        torch.testing.assert_close(y, with_slope, rtol=2e-2, atol=2e-2)
+    x[3, 5] = torch.nan
+    y, _, _ = ops.linear_activation_fwd(x, weight, bias, activation, none, False)
+    assert y.isnan().nonzero()[:, 0].unique().tolist() == [3]
 
 
 # --- Within a graph, started early -----------------------------------------------------------

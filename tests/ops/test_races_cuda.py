@@ -7,10 +7,12 @@ finite, and equal in a second run.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.blocked_tokens import Hypotheses
 from helpers.fp8_operands import quantised
 from helpers.ops_testing import adam_arguments, make_rng, skip_without_fp8
 from torch import Tensor
@@ -113,6 +115,21 @@ def test_decode_attention(sentences: int, width: int, dtype: torch.dtype) -> Non
         out = ops.decode_self_attention(qkv, *cache, ancestry, at, *settings, beam)
         crossed = ops.decode_cross_attention(out, keys, values, cu, numbers, beam, *settings)
         return out, crossed, cache
+
+    check(call)
+
+
+@DTYPES
+@pytest.mark.parametrize("positions", [30, 1200])
+def test_block_repeats(positions: int, dtype: torch.dtype) -> None:
+    given = Hypotheses(random.Random(positions), 40, positions, words=4, device="cuda")
+    logits, scores = on_gpu(dtype, 40, 1003), on_gpu(torch.float32, 40)
+    always = torch.tensor([0, 7], dtype=torch.int32, device="cuda")
+
+    def call() -> tuple[Tensor, ...]:
+        mine = logits.clone()
+        found = ops.block_repeats(mine, scores, always, *given.tensors, 2, 1.5, False)
+        return mine.nan_to_num(neginf=0.0), found
 
     check(call)
 

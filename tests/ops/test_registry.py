@@ -193,6 +193,10 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "decode_cross_attention": lambda: (
         *(randn(T, 16), randn(8, 16), randn(8, 16), CU, torch.tensor([2, -1, 0]).int(), 3, 2, 0.4),
     ),
+    "block_repeats": lambda: (
+        *(randn(T, V), randn(T).float(), torch.tensor([4, 2]).int(), tokens(V).int(), STEPS),
+        *(torch.randint(0, T, (6, T)).int(), torch.randint(0, V, (6, T)).int(), 2, 1.5, False),
+    ),
     "beam_candidates": lambda: (
         *(randn(T, V), randn(T).float(), STEPS, LAST_STEPS, 4, 1, 2, 3, 1, 0, 0.5, 1.5),
     ),
