@@ -235,6 +235,7 @@ def test_everything_once(text: corpus.Corpus, tmp_path: Path) -> None:
     done, found = bench_once(
         tmp_path, "lm_tiny/64x4/bf16", systems,
         "--text", text.folder, "--tokens", text.target_tokens, "--vocabulary", text.vocabulary,
+        warm_up=50,
     )  # fmt: skip
     assert set(found) == set(systems)
     for system, row in found.items():

@@ -348,7 +348,7 @@ def test_blocks_once(texts: Path, tmp_path: Path) -> None:
         assert f"\n{system} " in done.stdout
         assert (row["case"], row["source_tokens"]) == (BLOCKS, 0)
         assert 250 <= row["target_tokens"] <= 256  # two batches of an epoch may be short
-        assert 0 < row["gpu_busy"] <= 1 and row["first_100_s"] > 0
+        assert 0 < row["gpu_busy"] <= 1
     logs = logs_of(tmp_path, BLOCKS, systems)
     assert "step: without CUDA graphs, without padding" in logs["ours"]
     (count,) = re.findall(r"num. shared model params: ([\d,]+)", logs["fairseq_no_cudnn"])

@@ -373,7 +373,7 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
     for system, row in found.items():
         assert f"\n{system} " in done.stdout
         assert row["case"] == "tiny/256/bf16" and row["gpu"] == "none" and len(row["commit"]) == 40
-        assert 0 < row["gpu_busy"] <= 1 and row["first_100_s"] > 0 and row["peak_gib"] > 0.1
+        assert 0 < row["gpu_busy"] <= 1 and row["first_100_s"] is None and row["peak_gib"] > 0.1
         # Larger if the profiled steps were slower than the others.
         assert sum(row["part_ms"].values()) > 0.99 * row["ms_per_step"]
         assert row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -27,6 +28,7 @@ def problems(section, severity):
     return [problem.text for problem in found if problem.severity == severity]
 
 
+@functools.cache  # each run imports torch and fairseq
 def run(*words):
     command = [sys.executable, "-m", "lightseq_fairseq.cli.doctor", *words]
     result = subprocess.run(command, capture_output=True, text=True)

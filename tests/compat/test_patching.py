@@ -4,11 +4,12 @@ there."""
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,17 +58,49 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 """
 
 
-def python(code: str) -> list[str]:
-    """The output of ``code`` in a new Python with an unrepaired fairseq."""
-    run = subprocess.run(
-        [sys.executable, "-c", SNAPSHOT + code], capture_output=True, text=True, timeout=120,
-        env={**os.environ, startup.SWITCH: "0"}, cwd=tempfile.gettempdir(),
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()
+Python = Callable[[str], list[str]]
+# Runs each program that it reads in a process forked from one with an unrepaired fairseq.
+FORK = """
+import json, os, traceback
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(json.loads(line), globals())
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    print("END", flush=True)
+"""
 
 
-def test_plugins_change_nothing_in_fairseq_but_its_registries() -> None:
+@pytest.fixture(scope="module")
+def python() -> Iterator[Python]:
+    """The output of code in a new Python with an unrepaired fairseq."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SNAPSHOT + FORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env={**os.environ, startup.SWITCH: "0"}, cwd=tempfile.gettempdir(),
+    ) as process:  # fmt: skip
+        reader, writer = process.stdout, process.stdin
+        assert reader is not None and writer is not None
+
+        def run(code: str) -> list[str]:
+            writer.write(json.dumps(code) + "\n")
+            writer.flush()
+            lines: list[str] = []
+            while (line := reader.readline()) != "END\n":
+                assert line, f"the process ended after {lines}"
+                lines.append(line.rstrip("\n"))
+            return lines
+
+        yield run
+        writer.close()
+    assert process.returncode == 0
+
+
+def test_plugins_change_nothing_in_fairseq_but_its_registries(python: Python) -> None:
     printed = python(
         "before = snapshot()\n"
         "import lightseq_fairseq.plugins\n"
@@ -90,7 +123,7 @@ def test_plugins_change_nothing_in_fairseq_but_its_registries() -> None:
     ],
     ids=["--user-dir", "a model is built"],
 )
-def test_hooks_come_with_who_asks_for_our_parts(asks: str) -> None:
+def test_hooks_come_with_who_asks_for_our_parts(python: Python, asks: str) -> None:
     printed = python(
         f"from argparse import Namespace; FOLDER = {str(ROOT / 'plugins')!r}\n{asks}\n"
         "from lightseq_fairseq.fairseq_compat import patching\n"
@@ -101,7 +134,7 @@ def test_hooks_come_with_who_asks_for_our_parts(asks: str) -> None:
     assert printed == ["True", "applied", "applied not needed"]
 
 
-def test_what_changes_is_what_the_list_says_and_once() -> None:
+def test_what_changes_is_what_the_list_says_and_once(python: Python) -> None:
     """All phases, as in a process that trains and translates."""
     printed = python(
         "from lightseq_fairseq.fairseq_compat import patching\n"

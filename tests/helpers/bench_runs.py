@@ -38,13 +38,18 @@ def bench_forked(*words: object) -> Result:
 
 
 def bench_once(
-    folder: Path, case: str, systems: Sequence[str], *corpus: object, interval: int = LOG_INTERVAL
+    folder: Path,
+    case: str,
+    systems: Sequence[str],
+    *corpus: object,
+    interval: int = LOG_INTERVAL,
+    warm_up: int = 0,
 ) -> tuple[Any, dict[str, Any]]:
     """The result of ``lightseq-bench train``, and its rows by system; ``corpus`` holds further
     words. Few updates are profiled, since profiles of a CPU are long to read.
 
-    interval: updates of the warm-up and of the measurement; of systems that are compiled, and of a
-        row that has the time of 100 updates, those of the log's interval."""
+    interval: updates of the measurement; of systems that are compiled, those of the log's interval.
+    warm_up: updates before them; a row has the time of 100 updates only if both are as many."""
     output = folder / "rows.json"
     with (
         mock.patch.dict(SYSTEMS, {name: how._replace(marks=4) for name, how in SYSTEMS.items()}),
@@ -53,7 +58,7 @@ def bench_once(
     ):
         done = bench_forked(
             "train", "--case", case, "--systems", ",".join(systems),
-            "--updates", interval, "--warm-up", interval, "--rounds", 1, "--workers", 0, *corpus,
+            "--updates", interval, "--warm-up", warm_up, "--rounds", 1, "--workers", 0, *corpus,
             "--output", output, "--logs", folder / "logs",
         )  # fmt: skip
     return done, {row["system"]: row for row in json.loads(output.read_text())}
