@@ -302,7 +302,7 @@ def compile_sources(
     acts_as: int | None,
 ) -> list[Path]:  # fmt: skip
     """Return the object files of all .cu files; compile those that do not exist yet."""
-    units = sorted(sources.rglob("*.cu"), key=lambda unit: unit.stem)
+    units = list(sources.rglob("*.cu"))
     if not units:
         raise BuildError(f"{sources} has no .cu file")
     flags = ["-std=c++20", "-O3", "-lineinfo", "-Xptxas", "-v", "-Xcompiler", HOST_FLAGS]
@@ -341,8 +341,10 @@ def compile_sources(
             return target, error
         return target, None
 
+    # The longest first, so that no compiler runs alone at the end.
+    units.sort(key=lambda unit: (unit.stem not in UNOPTIMISED, -unit.stat().st_size, unit.stem))
     with ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(compile_one, units))
+        results = sorted(pool.map(compile_one, units), key=lambda result: result[0].name)
     if errors := [str(error) for _, error in results if error]:
         raise BuildError("\n\n".join(errors))
     current = {target for target, _ in results}
