@@ -133,15 +133,24 @@ def held_out(task: Any, left_pad: bool = True) -> Iterator[dict[str, Any]]:
 Hypotheses = dict[int, list[dict[str, Tensor]]]
 
 
+def first_held_out(task: Any, count: int) -> Iterator[dict[str, Any]]:
+    """One batch of the first held-out sentences, whose lengths differ as those of all."""
+    held_out(task)  # loads them
+    sentences = task.dataset("valid")
+    yield sentences.collater([sentences[i] for i in range(count)])
+
+
 def translate(
-    toy: Toy, models: list[Any], left_pad: bool = True, by: Any = None, **generation: Any
-) -> Hypotheses:
-    """All hypotheses of each held-out sentence, by the task's generator or by one of class
-    ``by``."""
+    toy: Toy, models: list[Any], left_pad: bool = True, by: Any = None, count: int = SENTENCES,
+    **generation: Any,
+) -> Hypotheses:  # fmt: skip
+    """All hypotheses of each held-out sentence, or of the first ``count``, by the task's generator
+    or by one of class ``by``."""
     generator = toy.task.build_generator(models, GenerationConfig(**generation), seq_gen_cls=by)
     found: Hypotheses = {}
-    for sample in held_out(toy.task, left_pad):
+    few = count < SENTENCES
+    for sample in first_held_out(toy.task, count) if few else held_out(toy.task, left_pad):
         hypotheses = toy.task.inference_step(generator, models, sample)
         found |= dict(zip(sample["id"].tolist(), hypotheses, strict=True))
-    assert len(found) == SENTENCES
+    assert len(found) == count
     return found
