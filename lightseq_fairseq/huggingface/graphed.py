@@ -140,7 +140,8 @@ class GradientGraphs(ModuleGraphs):
             found = torch.autograd.grad(
                 run.features, run.leaves, run.dfeatures, retain_graph=keeps, allow_unused=True
             )
-            if keeps or not torch.cuda.is_current_stream_capturing():
+            is_captured = dfeatures.is_cuda and torch.cuda.is_current_stream_capturing()
+            if keeps or not is_captured:
                 return found
             run.features, run.dfeatures = _lent(run.features.detach()), _lent(run.dfeatures)
             return [None if x is None else _lent(x) for x in found]
