@@ -6,6 +6,7 @@ import argparse
 import io
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import click
 import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
-from helpers import compositions, interpreters
+from helpers import compositions, forked_commands, interpreters
 from helpers.cli_runs import run, succeed, unchanged
 from helpers.golden import refusals
 
@@ -93,20 +94,24 @@ def test_lightseq_names_the_command(word: str, answer: str) -> None:
 
 
 def test_every_command_is_a_subcommand_of_the_package() -> None:
-    done = interpreters.run("-m", "lightseq_fairseq")
+    def python(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [forked_commands.python(), *words]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = python("-m", "lightseq_fairseq")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^  (\w[\w-]*)  ", done.stdout, re.M) == list(SUBCOMMANDS)
     listed = succeed("lightseq")
     assert re.findall(r"^  lightseq-(\S+)  ", listed, re.M) == list(SUBCOMMANDS)
     for command in ("import", "train"):
-        said = interpreters.run("-m", "lightseq_fairseq", command, "--help").stdout
+        said = python("-m", "lightseq_fairseq", command, "--help").stdout
         assert said.startswith(f"Usage: python -m lightseq_fairseq {command} ")
-    said = interpreters.run("-m", "lightseq_fairseq", "train", "--version").stdout
+    said = python("-m", "lightseq_fairseq", "train", "--version").stdout
     assert said == f"python -m lightseq_fairseq train {lightseq_fairseq.__version__}\n"
-    done = interpreters.run("-m", "lightseq_fairseq", "generate", "data", "--native", "--beam", "x")
+    done = python("-m", "lightseq_fairseq", "generate", "data", "--native", "--beam", "x")
     assert done.returncode == 2
     assert done.stderr.startswith("lightseq-generate: error: ")
-    assert interpreters.run("-m", "lightseq_fairseq", "translate").returncode == 2
+    assert python("-m", "lightseq_fairseq", "translate").returncode == 2
 
 
 @pytest.mark.parametrize(
