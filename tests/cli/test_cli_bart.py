@@ -104,6 +104,7 @@ def test_lines_get_the_tokens_of_binarised_sentences(
     text = tmp_path / "text"
     shutil.copy(data.parent / "raw" / "valid.src-tgt.src", text)
     words = [data, *flags_of(run[0]), "-s", "src", "-t", "tgt", "--path", run[1], "--cpu"]
+    words += ["--max-len-b", "20"]
     binarised, typed = (
         sorted(line for line, _ in hypotheses(cli_runs.succeed(command, *words, *more)))
         for command, more in (("generate", []), ("interactive", ["--input", text]))
