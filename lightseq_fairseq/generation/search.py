@@ -72,12 +72,26 @@ class _Search:
         launched: steps so far.
         in_slot: the sentence of each slot, -1 for none.
         began, ends_by: number of steps before the sentence of each slot, and after its last one.
-        first_step, first_place: the step and the position in the buffers at which it began.
+        steps_ahead, places_ahead: its step, and its position in the buffers, less ``launched``.
         moved: the slots of the step before from which the slots come, if they have moved.
         waiting: the first sentence that has not begun. encoded: batches that the encoder has read.
         left: sentences of each batch that have not ended. longest: upper bound of the lengths of
             its results. reported: whether the host knows that their last steps have run.
+
+    Attributes that `_plan` computes:
+        running: which slots have a sentence. count: how many.
+        refills: whether sentences that wait begin now. fewest: rows that suffice.
+        furthest: the largest of ``places_ahead``. next_due: the earliest of ``ends_by``.
+        forced_until, all_end: as numbers of steps, until when there are forced tokens, and after
+            which step all hypotheses end, -1 for none.
     """
+
+    running: np.ndarray
+    fewest: int
+    furthest: int
+    next_due: int
+    forced_until: int
+    all_end: int
 
     def __init__(
         self, steps: StepDecoder, encoder: Any, decoder: Any, batches: Sequence[SearchBatch],
@@ -133,7 +147,9 @@ class _Search:
         self.memory = self.steps.open(self.encoder, self.decoder, source, sizes)
         self.memory.keep_blocked(self.options.blocked)
         self.in_slot = np.full(slots, -1)
-        self.began, self.ends_by, self.first_step, self.first_place = np.zeros((4, slots), np.int64)
+        self.began, self.ends_by, self.steps_ahead, self.places_ahead = np.zeros((4, slots), int)
+        self.count, self.refills = 0, True
+        self.kind: tuple[int, bool, bool] | None = None
         self.moved: np.ndarray | None = None
         self.launched = self.waiting = self.encoded = 0
         self.forced = prompts.keep_forced(
@@ -150,25 +166,34 @@ class _Search:
             self.memory.rng.copy_(rng)
         self.steps.progress.begin()
         self.found = [Results(int(size), options.beam) for size in self.left]
-        while True:
-            running = int((self.in_slot >= 0).sum())
-            free = len(self.in_slot) - running
-            # Without a forced eos, all sentences must be at the same step.
-            if self.waiting < source.sentences and (
-                not running or (options.forces_eos and free * _REFILL >= len(self.in_slot))
-            ):
+        while self.count or self.refills:
+            if self.refills:
                 self._refill()
-            elif not running:
-                break
-            elif self.waiting == source.sentences:
-                rows = bucket(running * options.beam, self.device)
-                if rows < self.rows:
-                    self._compact(rows)
-            if (self.in_slot >= 0).any():
+            elif self.fewest < self.rows:
+                self._compact(self.fewest)
+            if self.count:
                 self._step()
         found = [each.read() for each in self.found]
         self.steps.end()
         return found
+
+    def _plan(self) -> None:
+        """Compute what only changes with the slots: a step itself must cost the host little."""
+        source, options = self.source, self.options
+        self.running = running = self.in_slot >= 0
+        self.count = count = int(running.sum())
+        slots, is_waiting = len(running), self.waiting < source.sentences
+        # Without a forced eos, all sentences must be at the same step.
+        self.refills = is_waiting and (
+            not count or (options.forces_eos and (slots - count) * _REFILL >= slots)
+        )
+        self.fewest = self.rows if is_waiting else bucket(count * options.beam, self.device)
+        if count:
+            ends_by = self.ends_by[running]
+            self.next_due = int(ends_by.min())
+            self.all_end = -1 if options.forces_eos else int(ends_by.max())
+            self.furthest = int(self.places_ahead[running].max())
+            self.forced_until = self.after_forced - int(self.steps_ahead[running].min())
 
     def _refill(self) -> None:
         """Begin the next sentences in the free slots."""
@@ -186,10 +211,12 @@ class _Search:
             first_place, tokens = part.lengths - 1, part.tokens[part.boundaries[1:] - 1]
         if self.has_prompts:
             finished = prompts.finished(part, self.options.eos)
-        self.began[slots], self.first_place[slots] = self.launched, first_place
-        self.first_step[slots] = first_place if self.prompt == 0 else self.prompt
+        first_step = first_place if self.prompt == 0 else np.full(count, self.prompt)
         last_step = source.max_lens[sentences]
-        self.ends_by[slots] = self.launched + last_step - self.first_step[slots] + 1
+        self.began[slots] = self.launched
+        self.steps_ahead[slots] = first_step - self.launched
+        self.places_ahead[slots] = first_place - self.launched
+        self.ends_by[slots] = self.launched + last_step - first_step + 1
         self.in_slot[slots] = np.where(finished, -1, sentences)
         self.waiting += count
 
@@ -202,7 +229,7 @@ class _Search:
         values = {
             "tokens": tokens.repeat(beam).astype(np.int32),
             "scores": scores.ravel(),
-            "steps": self.first_step[slots].repeat(beam).astype(np.int32),
+            "steps": first_step.repeat(beam).astype(np.int32),
             "last_steps": last_step.repeat(beam).astype(np.int32),
             "places": first_place.repeat(beam).astype(np.int32),
         }
@@ -218,6 +245,7 @@ class _Search:
             self._prefill(part, free if is_first else slots, is_first)
         else:
             self._encode(is_first)
+        self._plan()
 
     def _prefill(self, part: SourcePart, slots: np.ndarray, is_first: bool) -> None:
         """Let the decoder read the prompts of a part, in the first of these slots."""
@@ -256,33 +284,39 @@ class _Search:
 
     def _step(self) -> None:
         """Launch a step, and learn which sentences have ended."""
-        options, running = self.options, self.in_slot >= 0
-        place = int((self.first_place + self.launched - self.began)[running].max())
+        place = self.furthest + self.launched
         if place > self.memory.positions - 2:
             for each in self.found:
                 each.wait()
             self.steps.make_room(self.memory.rows, place + 2, place)
-        now = self.first_step + self.launched - self.began
-        follows = self.forced is not None and bool((now[running] < self.after_forced).any())
-        ends_all = not options.forces_eos and self.launched + 1 == self.ends_by[running].max()
-        step = Step(self.rows, options, self.min_len_from, self.prompt, follows, ends_all)
-        forced = self.forced if follows else None
-        # Sizes that a graph knows, beside those of the buffers.
-        sizes = None if forced is None else forced.shape, len(self.memory.lengths) * ends_all
-        run = functools.partial(step.run, self.steps, self.decoder, forced)
-        self.steps.launch((step, self.table, *sizes), run)
+        follows, ends_all = self.launched < self.forced_until, self.launched + 1 == self.all_end
+        if self.kind != (self.rows, follows, ends_all):
+            self.kind = self.rows, follows, ends_all
+            step = Step(self.rows, self.options, self.min_len_from, self.prompt, follows, ends_all)
+            forced = self.forced if follows else None
+            # Sizes that a graph knows, beside those of the buffers.
+            sizes = None if forced is None else forced.shape, len(self.memory.lengths) * ends_all
+            self.key = step, self.table, *sizes
+            self.run = functools.partial(step.run, self.steps, self.decoder, forced)
+        self.steps.launch(self.key, self.run)
         self.launched += 1
         number, ended_at = self.steps.progress.ended()
-        ended_at = ended_at[: len(running)] if self.moved is None else ended_at[self.moved]
+        ended_at = ended_at[: len(self.running)] if self.moved is None else ended_at[self.moved]
         self.moved = None
-        reported = running & (ended_at == number) & (self.began < number)
-        due = running & ~reported & (self.ends_by <= self.launched)
-        for ended, steps, is_reported in ((reported, number, True), (due, self.ends_by, False)):
+        # A list, since each first use of a numpy function between two steps takes much longer.
+        if self.launched >= self.next_due or number in ended_at.tolist():
+            self._free(number, ended_at == number)
+
+    def _free(self, number: int, is_reported: np.ndarray) -> None:
+        """Free the slots of the sentences that have ended; is_reported: at step ``number``."""
+        reported = self.running & is_reported & (self.began < number)
+        due = self.running & ~reported & (self.ends_by <= self.launched)
+        for ended, steps, is_known in ((reported, number, True), (due, self.ends_by, False)):
             if ended.any():
-                lengths = self.first_place + steps - self.began
-                sentences = self.in_slot[ended]
+                sentences, lengths = self.in_slot[ended], (self.places_ahead + steps)[ended]
                 self.in_slot[ended] = -1
-                self._end(sentences, lengths[ended], is_reported)
+                self._end(sentences, lengths, is_known)
+        self._plan()
 
     def _end(self, sentences: np.ndarray, lengths: np.ndarray, is_reported: bool) -> None:
         """These sentences have ended: fetch the results of a batch that is complete.
@@ -307,11 +341,11 @@ class _Search:
         Keys and values do not move: a sentence reads them where they are. So no sentence may write
         there, and the sentences of the first slots must stay.
         """
-        memory, beam, running = self.memory, self.options.beam, self.in_slot >= 0
+        memory, beam, running = self.memory, self.options.beam, self.running
         slots = np.arange(rows // beam)
         moved = np.flatnonzero(running[len(slots) :]) + len(slots)
         slots[np.flatnonzero(~running[: len(slots)])[: len(moved)]] = moved
-        positions = int((self.first_place + self.launched - self.began)[running].max())
+        positions = self.furthest + self.launched
         kept = memory.sent(slots).long()
         old = (kept[:, None] * beam + torch.arange(beam, device=kept.device)).flatten()
         memory.sentences[: len(kept)] = memory.sentences[kept]
@@ -325,6 +359,7 @@ class _Search:
         memory.ancestry[:positions, len(old) : rows] = 0
         self.rows, self.in_slot = rows, self.in_slot[slots]
         self.began, self.ends_by = self.began[slots], self.ends_by[slots]
-        self.first_step, self.first_place = self.first_step[slots], self.first_place[slots]
+        self.steps_ahead, self.places_ahead = self.steps_ahead[slots], self.places_ahead[slots]
         if self.steps.progress.is_delayed:
             self.moved = slots  # the next report is of a step before
+        self._plan()
