@@ -110,9 +110,9 @@ class StepDecoder:
         cu_seqlens: int32 [B + 1].
         rows: the most rows of the batch. positions: the least number of positions to allocate.
         """
-        memory, rows = self._open(decoder), _room(rows)
+        memory, rows = self.buffers(decoder), _room(rows)
         starts = cu_seqlens.cpu().numpy()
-        sizes = Sizes(rows, positions, max(rows, len(starts)))
+        sizes = Sizes(positions, 0, rows, max(rows, len(starts)))
         memory.open(sizes, starts, int(starts[-1]))
         memory.send()
         memory.ancestry.zero_()  # unused rows read it too
@@ -120,14 +120,13 @@ class StepDecoder:
             memory.keep_source(_keys_and_values(decoder, features))
         return memory
 
-    def open(self, encoder: Any, decoder: Any, source: Source, sizes: Sizes) -> SearchBuffers:
-        """As `begin`, for a search; ``encode`` then runs the encoder, or ``prefill`` the decoder.
+    def open(self, source: Source, sizes: Sizes) -> None:
+        """As `begin`, for a search, after `buffers`; ``encode`` then runs the encoder, or
+        ``prefill`` the decoder.
 
-        encoder: None for a decoder without a source. Then the sentences are its prompts.
         sizes: the least. The caller writes the rest of ``memory.host`` and calls ``memory.send``.
         """
-        memory = self._open(*((decoder,) if encoder is None else (decoder, encoder)))
-        slots, rows = sizes.rows, _room(sizes.rows)
+        memory, slots, rows = self.memory, sizes.rows, _room(sizes.rows)
         sizes = sizes._replace(
             rows=rows,
             sentences=max(rows, power(sizes.sentences)),
@@ -138,7 +137,6 @@ class StepDecoder:
         memory.open(sizes, source.cu_seqlens, len(source.tokens) + sizes.read_tokens)
         if self.progress.make_room(slots):
             memory.moved = True
-        return memory
 
     def encode(self, encoder: Any, decoder: Any, part: SourcePart, first: int) -> None:
         """Run the encoder on the ``part`` of the source that is in ``memory``, as a graph.
@@ -165,7 +163,8 @@ class StepDecoder:
         key = ("source", *memory.layout, count, sentences, table, most)
         memory.keep_source(self.launch(key, encode), first)
 
-    def _open(self, decoder: Any, *others: Any) -> SearchBuffers:
+    def buffers(self, decoder: Any, *others: Any) -> SearchBuffers:
+        """The buffers, which are new if the weights of these modules have moved."""
         if self._addresses is None or not self._addresses.intact(decoder, *others):
             self.forget()
             layers, first = list(decoder.layers), next(decoder.parameters())
@@ -329,22 +328,16 @@ def _run_layers(
     return features
 
 
-def most_rows(decoder: Any, positions: int) -> int:
+def most_rows(memory: SearchBuffers, positions: int) -> int:
     """The most rows of a search whose cache takes no more than its share of the memory."""
-    return int(
-        _CACHE * _total(next(decoder.parameters()).device) / (_of_token(decoder) * positions)
-    )
+    return int(_CACHE * _total(memory.device) / (memory.token_bytes * positions))
 
 
 def most_source(decoder: Any) -> int:
     """The most source tokens of a search whose keys and values take no more than their share."""
-    return int(_SOURCE * _total(next(decoder.parameters()).device) / _of_token(decoder))
-
-
-def _of_token(decoder: Any) -> int:
-    """Bytes of the keys and values of a token in all layers."""
     layers, first = list(decoder.layers), next(decoder.parameters())
-    return len(layers) * 2 * int(layers[0].self_attn.out_proj.out_features) * first.element_size()
+    token_bytes = len(layers) * 2 * layers[0].self_attn.out_proj.out_features * first.element_size()
+    return int(_SOURCE * _total(first.device) / token_bytes)
 
 
 @functools.cache

@@ -148,7 +148,7 @@ def _log_probability(logits: Tensor, labels: Tensor, options: SearchOptions) -> 
 
 
 def keep_forced(
-    memory: SearchBuffers, batches: Sequence[SearchBatch], bounds: np.ndarray, width: int, pad: int
+    memory: SearchBuffers, batches: Sequence[SearchBatch], bounds: list[int], width: int, pad: int
 ) -> Tensor | None:
     """The forced tokens of all sentences, int32 [B, P], then pads; None without any.
 

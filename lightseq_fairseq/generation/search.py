@@ -10,7 +10,9 @@ sentence.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucke
 from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import LazyHypothesis, Results
-from lightseq_fairseq.generation.search_buffers import Sizes
+from lightseq_fairseq.generation.search_buffers import OF_SENTENCE, Sizes
 from lightseq_fairseq.generation.source import SearchBatch, Source, SourcePart
 from lightseq_fairseq.generation.step import Step
 
@@ -98,7 +100,8 @@ class _Search:
         options: SearchOptions, first: int,
     ) -> None:  # fmt: skip
         self.steps, self.encoder, self.decoder, self.options = steps, encoder, decoder, options
-        self.device, self.first = next(decoder.parameters()).device, first
+        self.memory = steps.buffers(*((decoder,) if encoder is None else (decoder, encoder)))
+        self.device, self.first = self.memory.device, first
         one = batches[0]
         self.has_prompts = encoder is None and not one.end_together  # those of fairseq
         # Tokens that do not count for the length of a result, as in transformers.
@@ -112,7 +115,7 @@ class _Search:
         self.source = source = Source.of(
             batches, options.pad if self.has_prompts else reader.padding_idx
         )
-        max_len = int(source.max_lens.max())
+        max_len = max(each.max_len for each in batches)
         self.table = decoder.table_rows(max_len + 1)
         forced = [each.forced for each in batches if each.forced is not None]
         # The last step ends a hypothesis, whatever is forced.
@@ -120,31 +123,27 @@ class _Search:
         self.after_forced = min(max((x.shape[1] for x in forced), default=0), most_forced)
         self.min_len_from = self.after_forced
         if self.has_prompts:
-            self.min_len_from = int(np.diff(source.cu_seqlens).max()) - 1
+            self.min_len_from = source.longest - 1
         self._open(batches, max_len)
 
     def _open(self, batches: Sequence[SearchBatch], max_len: int) -> None:
         """Allocate the buffers."""
         source, beam, device = self.source, self.options.beam, self.device
-        longest = int(np.diff(source.cu_seqlens).max())
         # One position more than the last step has: prompts that fill a bucket write there.
         positions = max_len + 2
         if self.encoder is None:  # its hypotheses usually reach max_len
-            positions = max(positions, prompts.room(longest, device) + 1)
+            positions = max(positions, prompts.room(source.longest, device) + 1)
         else:
-            positions = min(positions, max(expected_length(longest), self.after_forced) + 2)
-        most = max(most_rows(self.decoder, positions) // beam, 1)
+            positions = min(positions, max(expected_length(source.longest), self.after_forced) + 2)
+        most = max(most_rows(self.memory, positions) // beam, 1)
         self.rows = first_bucket(min(source.largest_batch, most) * beam, device)
         slots = self.rows // beam
-        bounds = source.batches
+        part, read = source.largest_batch, source.most_tokens
         if self.encoder is None:
-            bounds = np.arange(source.sentences + 1)
             part = min(slots, source.sentences)
             read = int((source.cu_seqlens[part:] - source.cu_seqlens[:-part]).max())
-        else:
-            part, read = source.largest_batch, source.most_tokens(bounds)
-        sizes = Sizes(self.rows, positions, source.sentences, source.sentences * beam, part, read)
-        self.memory = self.steps.open(self.encoder, self.decoder, source, sizes)
+        sizes = Sizes(positions, source.sentences * beam, self.rows, source.sentences, part, read)
+        self.steps.open(source, sizes)
         self.memory.keep_blocked(self.options.blocked)
         self.in_slot = np.full(slots, -1)
         self.began, self.ends_by, self.steps_ahead, self.places_ahead = np.zeros((4, slots), int)
@@ -155,17 +154,13 @@ class _Search:
         self.forced = prompts.keep_forced(
             self.memory, batches, source.batches, self.after_forced, self.options.pad
         )
-        self.left = np.diff(source.batches)
-        self.longest = np.ones_like(self.left)
-        self.reported = np.ones(len(self.left), bool)
+        self.left = [end - start for start, end in itertools.pairwise(source.batches)]
+        self.longest, self.reported = [1] * len(self.left), [True] * len(self.left)
 
     def results(self, rng: Tensor | None) -> list[list[list[LazyHypothesis]]]:
         """See `search`."""
-        source, options = self.source, self.options
         if rng is not None:
             self.memory.rng.copy_(rng)
-        self.steps.progress.begin()
-        self.found = [Results(int(size), options.beam) for size in self.left]
         while self.count or self.refills:
             if self.refills:
                 self._refill()
@@ -197,54 +192,52 @@ class _Search:
 
     def _refill(self) -> None:
         """Begin the next sentences in the free slots."""
-        source, memory, beam = self.source, self.memory, self.options.beam
-        is_first = self.waiting == 0
+        source, memory, options = self.source, self.memory, self.options
+        beam, is_first = options.beam, self.waiting == 0
         free = np.flatnonzero(self.in_slot < 0)
         count = min(len(free), source.sentences - self.waiting)
         if self.encoder is None and not is_first:
             count = 1 << (count.bit_length() - 1)  # few graphs, each for a number of prompts
-        part = source.part(self.waiting, self.waiting + count)
-        slots, sentences = free[:count], np.arange(part.first, part.first + count)
-        first_place, tokens = np.zeros(count, np.int64), np.full(count, self.first)
-        finished = np.zeros(count, bool)
+        begin, end = self.waiting, self.waiting + count
+        slots, sentences = free[:count], np.arange(begin, end)
+        numbers = np.zeros((len(OF_SENTENCE), count), np.int64)
+        tokens, steps, last_steps, places = numbers
+        tokens.fill(self.first)
         if self.encoder is None:
-            first_place, tokens = part.lengths - 1, part.tokens[part.boundaries[1:] - 1]
-        if self.has_prompts:
-            finished = prompts.finished(part, self.options.eos)
-        first_step = first_place if self.prompt == 0 else np.full(count, self.prompt)
-        last_step = source.max_lens[sentences]
-        self.began[slots] = self.launched
-        self.steps_ahead[slots] = first_step - self.launched
-        self.places_ahead[slots] = first_place - self.launched
-        self.ends_by[slots] = self.launched + last_step - first_step + 1
-        self.in_slot[slots] = np.where(finished, -1, sentences)
-        self.waiting += count
-
-        rows = (slots[:, None] * beam + np.arange(beam)).ravel()
+            part = source.part(begin, end)
+            places[:], tokens[:] = part.lengths - 1, part.tokens[part.boundaries[1:] - 1]
+        steps[:], last_steps[:] = self.prompt or places, source.max_lens[begin:end]
         # At first all hypotheses of a sentence are equal: only one per group may have
         # continuations, or all of them when sampling.
         scores = np.full((count, beam), -np.inf, np.float32)
-        scores[:, : beam if self.options.sampled else self.options.groups] = 0.0
-        scores[finished] = -np.inf
-        values = {
-            "tokens": tokens.repeat(beam).astype(np.int32),
-            "scores": scores.ravel(),
-            "steps": first_step.repeat(beam).astype(np.int32),
-            "last_steps": last_step.repeat(beam).astype(np.int32),
-            "places": first_place.repeat(beam).astype(np.int32),
-        }
+        scores[:, : beam if options.sampled else options.groups] = 0.0
+        self.waiting = end
+        self.in_slot[slots], self.began[slots] = sentences, self.launched
+        self.steps_ahead[slots] = steps - self.launched
+        self.places_ahead[slots] = places - self.launched
+        self.ends_by[slots] = self.launched + last_steps - steps + 1
+        if self.has_prompts:
+            finished = prompts.finished(part, options.eos)
+            self.in_slot[slots[finished]], scores[finished] = -1, -np.inf
         if is_first:
-            memory.host["tokens"].fill(self.first)
-            memory.host["scores"].fill(-np.inf)
-            memory.host["sentences"][slots] = self.in_slot[slots]
-            for name, each in values.items():
-                memory.host[name][rows] = each
+            host, rows = memory.host, slice(count * beam)
+            host["tokens"].fill(self.first)
+            host["scores"].fill(-np.inf)
+            host["scores"][rows] = scores.ravel()
+            host["sentences"][:count] = self.in_slot[:count]
+            for name, each in zip(OF_SENTENCE, numbers.repeat(beam, 1), strict=True):
+                host[name][rows] = each
         else:
-            memory.start(slots, self.in_slot[slots], rows, values)
+            memory.start(slots, self.in_slot[slots], numbers, scores)
         if self.encoder is None:
             self._prefill(part, free if is_first else slots, is_first)
         else:
             self._encode(is_first)
+        if is_first:  # while the GPU reads the source
+            self.steps.progress.begin()
+            self.found = [Results(size, beam) for size in self.left]
+        if self.has_prompts and finished.any():
+            self._end(sentences[finished], places[finished], is_reported=False)
         self._plan()
 
     def _prefill(self, part: SourcePart, slots: np.ndarray, is_first: bool) -> None:
@@ -253,17 +246,13 @@ class _Search:
         prompts.prefill(
             self.steps, self.decoder, part, len(slots), self.options, self.table, self.has_prompts
         )
-        finished = prompts.finished(part, self.options.eos)
-        if self.has_prompts and finished.any():
-            sentences = np.arange(part.first, part.first + len(finished))
-            self._end(sentences[finished], part.lengths[finished] - 1, is_reported=False)
 
     def _encode(self, is_first: bool) -> None:
         """Let the encoder read the batches of all sentences that have begun."""
         bounds = self.source.batches
         while bounds[self.encoded] < self.waiting:
             first, end = bounds[self.encoded : self.encoded + 2]
-            part = self.source.part(int(first), int(end))
+            part = self.source.part(first, end)
             self._send(part, None, is_first)
             start = int(self.source.cu_seqlens[first])
             self.steps.encode(self.encoder, self.decoder, part, start)
@@ -324,15 +313,19 @@ class _Search:
         lengths: the most tokens of their results. is_reported: whether the host knows that their
         last step has run.
         """
-        batches = np.searchsorted(self.source.batches, sentences, side="right") - 1
-        np.subtract.at(self.left, batches, 1)
-        np.maximum.at(self.longest, batches, lengths)
-        self.reported[batches] &= is_reported
-        for batch in np.unique(batches[self.left[batches] == 0]).tolist():
+        complete = []
+        for sentence, length in zip(sentences.tolist(), lengths.tolist(), strict=True):
+            batch = bisect.bisect(self.source.batches, sentence) - 1
+            self.left[batch] -= 1
+            self.longest[batch] = max(self.longest[batch], length)
+            self.reported[batch] &= is_reported
+            if not self.left[batch]:
+                complete.append(batch)
+        for batch in sorted(complete):
             # A step writes its report only after its results are visible to the whole GPU. So what
             # is reported can be read while later steps run.
             stream = self.steps.progress.beside(not self.reported[batch])
-            first, positions = int(self.source.batches[batch]), int(self.longest[batch])
+            first, positions = self.source.batches[batch], self.longest[batch]
             self.found[batch].fetch(self.memory, first, positions, stream)
 
     def _compact(self, rows: int) -> None:

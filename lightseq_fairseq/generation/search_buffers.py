@@ -24,7 +24,8 @@ from torch import Tensor
 from lightseq_fairseq.ops.beam_advance import Progress
 
 _PER_CELL = {"ancestry": torch.int32, "past_tokens": torch.int32, "past_scores": torch.float32}
-_PER_ROW = ("tokens", "scores", "sentences", "steps", "last_steps", "places")
+OF_SENTENCE = ("tokens", "steps", "last_steps", "places")  # equal in all rows of a new sentence
+_PER_ROW = ("scores", "sentences", *OF_SENTENCE)
 _OF_RESULTS = {"hypothesis_tokens": torch.int32, "hypothesis_scores": torch.float32}
 _PER_RESULT = {"lengths": torch.int32, "totals": torch.float32}
 _OF_SOURCE = ("boundaries", "source_tokens", "source_positions", "source_slots")
@@ -34,13 +35,14 @@ _ALIGNED = 64  # 4-byte elements: the alignment of each part of an allocation
 
 
 class Sizes(NamedTuple):
-    """How many there are in a search of: rows, positions of the cache, sentences, and results; in
+    """How many there are in a search of: positions of the cache, results, rows, and sentences; in
     the largest part of the source that is read at a time: sentences and packed tokens."""
 
-    rows: int
+    # The cells and results depend on the first three, the block on all but the first two.
     positions: int
+    results: int
+    rows: int
     sentences: int
-    results: int = 0
     read_sentences: int = 0
     read_tokens: int = 0
 
@@ -97,12 +99,18 @@ class SearchBuffers:
 
     def __init__(self, layers: int, width: int, like: Tensor, reads_source: bool = True) -> None:
         self.layers, self.width, self.dtype, self.device = layers, width, like.dtype, like.device
+        self._of_token = layers * 2 * width
         self.reads_source = reads_source
         self.moved = True
         self._flat: dict[str, Tensor] = {}
         self._cells = 0
-        self._dealt: Sizes | None = None
+        self._dealt: tuple[int, ...] = ()
         self.rng = self.take("rng", 2, torch.int64)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token in all layers."""
+        return self._of_token * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -115,15 +123,12 @@ class SearchBuffers:
         least T; 0 for a decoder without a source.
         """
         self._deal(sizes)
-        numbers = self.layers * 2 * self.width
+        numbers = self._of_token
         # Rounded up, so that a slightly larger search needs no new allocation.
         flat = self.take("source", power(read) * self.reads_source * numbers, self.dtype)
         self.source = flat.view(len(flat) // numbers, self.layers, 2, self.width)
         self.lengths.zero_()
-        self._sent = self._staged(len(self._block))
-        block = self._sent.numpy()
-        block.fill(0)  # numpy uses this thread only; waking torch's threads would take longer
-        self.host: dict[str, np.ndarray] = self._parts_of(block, np.float32)
+        self.next_source()
         self.host["sentences"].fill(-1)
         self.host["cu_seqlens"].fill(cu_seqlens[-1])
         self.host["cu_seqlens"][: len(cu_seqlens)] = cu_seqlens
@@ -146,8 +151,8 @@ class SearchBuffers:
         """Make the host's memory new for the next part of the source."""
         self._sent = self._staged(len(self._block))
         block = self._sent.numpy()
-        block.fill(0)
-        self.host = self._parts_of(block, np.float32)
+        block.fill(0)  # numpy uses this thread only; waking torch's threads would take longer
+        self.host: dict[str, np.ndarray] = self._parts_of(block, np.float32)
 
     def keep_source(self, keys_and_values: Tensor, first: int = 0) -> None:
         """Write [T, L * 2 * C] into ``source``, from row ``first`` on."""
@@ -166,22 +171,20 @@ class SearchBuffers:
         return positions, prompt.masked_fill_(missing, 0)
 
     def start(
-        self, slots: np.ndarray, sentences: np.ndarray, rows: np.ndarray,
-        values: dict[str, np.ndarray],
-    ) -> None:  # fmt: skip
+        self, slots: np.ndarray, sentences: np.ndarray, numbers: np.ndarray, scores: np.ndarray
+    ) -> None:
         """Begin sentences in slots; both integers [n].
 
-        rows: of these slots, integers [n * beam]. values: names of tensors with a number for each
-        row -> their numbers, 4 bytes each, [n * beam].
+        numbers: integers [len(OF_SENTENCE), n]. scores: float32 [n, beam].
         """
-        parts = [slots, sentences, rows, *(each.view(np.int32) for each in values.values())]
-        sizes = [len(each) for each in parts]
-        at, numbers, of_rows, *new = self.sent(np.concatenate(parts)).split(sizes)
-        self.sentences[at.long()] = numbers
-        of_rows = of_rows.long()
-        for name, each in zip(values, new, strict=True):
-            to = getattr(self, name)
-            to[of_rows] = each.view(to.dtype)
+        parts = [slots, sentences, *numbers, scores.ravel().view(np.int32)]
+        at, its, *new = self.sent(np.concatenate(parts)).split([len(each) for each in parts])
+        at = at.long()
+        self.sentences[at] = its
+        beam = scores.shape[1]
+        for name, each in zip(OF_SENTENCE, new[:-1], strict=True):
+            _by_slot(getattr(self, name), beam)[at] = each[:, None]
+        _by_slot(self.scores, beam)[at] = new[-1].view(torch.float32).view(-1, beam)
 
     def sent(self, numbers: np.ndarray) -> Tensor:
         """Integers on the device, as int32."""
@@ -203,43 +206,47 @@ class SearchBuffers:
 
     def resize(self, rows: int, positions: int, used: int) -> None:
         """Reallocate with more rows or positions; the first ``used`` positions are copied."""
-        assert self._dealt is not None
         old = {name: getattr(self, name)[:used] for name in ("cache", *_PER_CELL)}
         old |= {name: getattr(self, name)[:, :used] for name in _OF_RESULTS}
         for name in ("cache", "cells", "block", *_OF_RESULTS):
             del self._flat[name]
         old |= self._parts_of(self._block, torch.float32)
-        sizes, self._cells, self._dealt = self._dealt, 0, None
+        sizes, self._cells, self._dealt = Sizes(*self._dealt), 0, ()
         self._deal(sizes._replace(rows=rows, positions=positions))
         self.sentences.fill_(-1)
         for name, kept in old.items():
             getattr(self, name)[tuple(map(slice, kept.shape))].copy_(kept)
 
     def _deal(self, sizes: Sizes) -> None:
-        """Make the tensors of a search, unless those of the previous one have the same shapes."""
-        rows, positions, sentences, results, parts, tokens = sizes
-        positions = -(-positions // _ALIGNED) * _ALIGNED  # few numbers, since each needs graphs
-        self._cells = max(self._cells, rows * positions)
-        self.rows, self.positions = rows, positions
-        self.layout = sentences, parts, tokens
-        sizes = sizes._replace(positions=positions)
-        if sizes == self._dealt:
-            return
-        self._dealt = sizes
-        shape = (self.positions, self.layers, 2, rows, self.width)
-        numbers = self.layers * 2 * self.width
+        """Make the tensors of a search, except those with the same shapes in the previous one."""
+        # Few numbers of positions, since each needs graphs.
+        sizes = sizes._replace(positions=-(-sizes.positions // _ALIGNED) * _ALIGNED)
+        self.positions, self.rows = sizes.positions, sizes.rows
+        self.layout = sizes.sentences, sizes.read_sentences, sizes.read_tokens
+        self._cells = max(self._cells, self.rows * self.positions)
+        before, self._dealt = self._dealt, sizes
+        if sizes[:3] != before[:3]:
+            self._deal_cells(sizes.results)
+        if sizes[2:] != before[2:]:
+            self._deal_block(self.rows, *self.layout)
+
+    def _deal_cells(self, results: int) -> None:
+        positions, rows = self.positions, self.rows
+        shape, numbers = (positions, self.layers, 2, rows, self.width), self._of_token
         flat = self.take("cache", self._cells * numbers, self.dtype)
-        self.cache = flat[: self.positions * rows * numbers].view(shape)
+        self.cache = flat[: positions * rows * numbers].view(shape)
         apart, kinds = _aligned(self._cells), len(_PER_CELL)
         flat = self.take("cells", kinds * apart, torch.int32)
-        cells = flat.as_strided((kinds, self.positions, rows), (apart, rows, 1)).unbind()
+        cells = flat.as_strided((kinds, positions, rows), (apart, rows, 1)).unbind()
         for (name, dtype), cell in zip(_PER_CELL.items(), cells, strict=True):
             setattr(self, name, cell.view(dtype))
         for name, dtype in _OF_RESULTS.items():
-            flat = self.take(name, power(results) * self.positions, dtype)
-            setattr(self, name, flat[: results * self.positions].view(results, self.positions))
+            flat = self.take(name, power(results) * positions, dtype)
+            setattr(self, name, flat[: results * positions].view(results, positions))
         for name, dtype in _PER_RESULT.items():
             setattr(self, name, self.take(name, power(results), dtype)[:results])
+
+    def _deal_block(self, rows: int, sentences: int, parts: int, tokens: int) -> None:
         # The offset of a part depends only on R, and for those of the source also on their sizes.
         # So a graph captured for these sizes finds it at the same address in every search.
         lengths = (len(Progress), *[rows] * len(_PER_ROW), sentences + 1, parts + 1, tokens, tokens,
@@ -274,3 +281,8 @@ def _aligned(size: int) -> int:
 def power(size: int) -> int:
     """The smallest power of two that is at least ``size``."""
     return 1 << max(size - 1, 0).bit_length()
+
+
+def _by_slot(rows: Tensor, beam: int) -> Tensor:
+    """[R] -> [slots, beam], a view."""
+    return rows[: len(rows) // beam * beam].view(-1, beam)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -35,14 +37,19 @@ class Source:
 
     Attributes:
         tokens: int64 [T]. cu_seqlens: int64 [B + 1], boundaries of the sentences.
-        batches: int64, boundaries of the batches, in sentences.
+        batches: boundaries of the batches, in sentences.
         max_lens: int64 [B].
+        longest: the most tokens of a sentence. largest_batch, most_tokens: the most sentences and
+            tokens of a batch.
     """
 
     tokens: np.ndarray
     cu_seqlens: np.ndarray
-    batches: np.ndarray
+    batches: list[int]
     max_lens: np.ndarray
+    longest: int
+    largest_batch: int
+    most_tokens: int
 
     @classmethod
     def of(cls, batches: Sequence[SearchBatch], pad: int) -> Source:
@@ -54,33 +61,28 @@ class Source:
         padded = [each.numpy() for each in fetched]
         real = [each != pad for each in padded]
         lengths = np.concatenate([each.sum(1) for each in real])
+        tokens = [each[mask] for each, mask in zip(padded, real, strict=True)]
         sizes = [len(each) for each in padded]
+        cu_seqlens = np.zeros(len(lengths) + 1, np.int64)
+        lengths.cumsum(out=cu_seqlens[1:])
         return cls(
-            np.concatenate([each[mask] for each, mask in zip(padded, real, strict=True)]),
-            np.append(0, lengths.cumsum()),
-            np.append(0, np.cumsum(sizes)),
-            np.repeat([batch.max_len for batch in batches], sizes),
-        )
+            np.concatenate(tokens), cu_seqlens, [*accumulate(sizes, initial=0)],
+            np.array([batch.max_len for batch in batches]).repeat(sizes),
+            int(lengths.max()), max(sizes), max(map(len, tokens)),
+        )  # fmt: skip
 
     @property
     def sentences(self) -> int:
         return len(self.max_lens)
-
-    @property
-    def largest_batch(self) -> int:
-        return int(np.diff(self.batches).max())
 
     def part(self, first: int, end: int) -> SourcePart:
         """The sentences ``first`` to ``end`` - 1."""
         starts = self.cu_seqlens[first : end + 1]
         return SourcePart(first, self.tokens[starts[0] : starts[-1]], starts - starts[0])
 
-    def most_tokens(self, bounds: np.ndarray) -> int:
-        """The most tokens between two adjacent ``bounds``, in sentences."""
-        return int(np.diff(self.cu_seqlens[bounds]).max())
 
-
-class SourcePart(NamedTuple):
+@dataclass(frozen=True)
+class SourcePart:
     """Adjacent sentences of a source that a model reads at a time.
 
     first: the first one. tokens: int64 [T]. boundaries: int64, from 0, of the sentences.
@@ -90,11 +92,11 @@ class SourcePart(NamedTuple):
     tokens: np.ndarray
     boundaries: np.ndarray
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
-        return np.diff(self.boundaries)
+        return self.boundaries[1:] - self.boundaries[:-1]  # in a third of the time of np.diff
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return int(self.lengths.max(initial=1))
 

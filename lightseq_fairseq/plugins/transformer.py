@@ -125,10 +125,10 @@ class _Side(NotCompiled):
 
     def _positions(self: Any, rows: int) -> Tensor:
         """Learned weight, or a sinusoidal table of at least ``rows`` rows in the model's dtype."""
-        module, like = self.embed_positions, next(self.embed_tokens.parameters())
+        module = self.embed_positions
         if not isinstance(module, SinusoidalPositionalEmbedding):
             return module.weight
-        table = self._table
+        table, like = self._table, next(self.embed_tokens.parameters())
         fits = table is not None and table.dtype == like.dtype and table.device == like.device
         if not fits or table.shape[0] < rows:
             rows = max(1024, 1 << (rows - 1).bit_length())
