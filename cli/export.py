@@ -45,7 +45,8 @@ QUANTIZATIONS = (
 @click.option(
     "--tokenizer", metavar="FOLDER", type=click.Path(path_type=Path),
     help="Folder of transformers whose tokenizer the model uses, with --to huggingface: its files "
-    "are copied  [default: the tokenizer in the folder with the dictionaries, if it has one]",
+    "are copied  [default: the one that lightseq-preprocess --hf-tokenizer FOLDER has put beside "
+    "the dictionaries]",
 )  # fmt: skip
 def main(
     source: Path, to: str, output: Path | None, force: bool, data: str | None,
@@ -94,7 +95,8 @@ def main(
     if not has_tokenizer:
         click.echo(
             "It has no tokenizer: token ids are the rows of the run's dictionary (<s> 0, <pad> 1, "
-            "</s> 2, <unk> 3, then its lines). --tokenizer FOLDER copies one of transformers."
+            "</s> 2, <unk> 3, then its lines), as encode() of LanguageModel and RobertaModel gives "
+            "them. --tokenizer FOLDER copies one of transformers, with its config.json."
         )
 
 

@@ -15,6 +15,7 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli import score
 from lightseq_fairseq.cli.checks.trained_task import with_task
+from lightseq_fairseq.cli.start.commands import CommandError
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate import text_file
 from lightseq_fairseq.cli.translate.ahead import searched_together
@@ -22,7 +23,7 @@ from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
 from lightseq_fairseq.cli.translate.text_output import output_text, text_output
-from lightseq_fairseq.cli.translate.unknown_words import UnknownWords, counted
+from lightseq_fairseq.cli.translate.unknown_words import SUBWORDS, UnknownWords, counted
 from lightseq_fairseq.cli.words.argv import is_given, one_process
 from lightseq_fairseq.fairseq_compat import scoring
 
@@ -91,7 +92,7 @@ def _translate_file(
         )
 
     def translate(fairseq_main: Callable[[Any], Any], cfg: Any) -> None:
-        _note(text_file.translate(cfg, target, words))
+        _note(text_file.translate(cfg, target, words), "" if cfg.bpe else SUBWORDS)
 
     def complete(argv: list[str]) -> list[str]:
         return one_process(with_task(argv))
@@ -99,7 +100,11 @@ def _translate_file(
     # Of torchrun: fairseq would make one group of the processes.
     os.environ.pop("MASTER_ADDR", None)
     given = [*words, "--input", str(source)]
-    run_fairseq("interactive", given, native=native, complete=complete, around=translate)
+    try:
+        run_fairseq("interactive", given, native=native, complete=complete, around=translate)
+    except CommandError as error:
+        error.program = "lightseq-generate"
+        raise
 
 
 def _translate(
@@ -150,9 +155,9 @@ def _translate(
         raise unscored
 
 
-def _note(unknown: UnknownWords) -> None:
+def _note(unknown: UnknownWords, advice: str = "") -> None:
     if (note := unknown.sentence()) is not None:
-        click.echo(f"lightseq-generate: note: {note}", err=True)
+        click.echo(f"lightseq-generate: note: {note}{advice}", err=True)
 
 
 def _metric(args: Namespace, words: list[str]) -> Any:

@@ -20,7 +20,7 @@ from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.output import Lines
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.translate.text_output import output_text, text_output
-from lightseq_fairseq.cli.translate.unknown_words import UnknownWords, counted
+from lightseq_fairseq.cli.translate.unknown_words import SUBWORDS, UnknownWords, counted
 from lightseq_fairseq.cli.words.argv import is_native, one_process
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.lines import buffered_read
@@ -98,8 +98,7 @@ def _translate(texts: TextIO | None, fairseq_main: Callable[[Any], None], cfg: A
         raise type(error)(text).with_traceback(error.__traceback__) from error
     finally:
         if (note := unknown.sentence()) is not None:
-            subwords = "--bpe subword_nmt --bpe-codes FILE --remove-bpe"
-            advice = "" if cfg.bpe else f" For subwords of subword-nmt, add {subwords}."
+            advice = "" if cfg.bpe else SUBWORDS
             click.echo(f"lightseq-interactive: note: {note}{advice}", err=True)
 
 

@@ -57,6 +57,8 @@ def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Nam
         counts = {}
         for path in paths:
             counts[path], returns = _lines(path)
+            if not counts[path]:
+                raise UserError(f"{path} is empty: name a file with at least one line of text.")
             if returns:
                 notes.append(_note(path, returns))
         if len(set(counts.values())) > 1:

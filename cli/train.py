@@ -170,7 +170,7 @@ class Completed:
         """Prints the command, and what a user should know about its flags."""
         print(defaults.command_line(self._printed), flush=True)
         if self._added:
-            print(f"# filled in: all flags from {self._added[0]} on", flush=True)
+            print(f"# filled in: the flags from {self._added[0]} to the end", flush=True)
         if self._why is not None:
             print(f"# {self._why}", flush=True)
         for note in filter(None, self._notes):

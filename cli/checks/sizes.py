@@ -43,8 +43,10 @@ _POSITIONS = {
     "sentence_encoder": "max_positions",
 }
 # fairseq's, of settings that neither a flag nor an arch may set.
-_DEFAULTS = {"max_source_positions": 1024, "max_target_positions": 1024, "max_positions": 512}
-_DEFAULTS |= {"adaptive_input_factor": 4, "adaptive_softmax_factor": 4}
+_DEFAULTS = {
+    "max_source_positions": 1024, "max_target_positions": 1024, "max_positions": 512,
+    "adaptive_input_factor": 4, "adaptive_softmax_factor": 4,
+}  # fmt: skip
 
 
 def from_checkpoint(request: Request) -> None:
@@ -94,6 +96,9 @@ def _differences(
 
     trained: the checkpoint's settings of the model; old versions lack some.
     """
+    from fairseq.models import ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
+
+    of_class = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(args.arch, args.arch))
     sizes = {name: trained[name] for name in _SIZES.split() if name in trained}
     for parameter, weight in model.items():
         if (name := of_positions(parameter)) is not None:
@@ -102,7 +107,8 @@ def _differences(
         now = getattr(args, name, None) or getattr(args, _IMPLIED.get(name, ""), None)
         if now is None:
             block = getattr(args, "tokens_per_sample", None)
-            now = (name in _POSITIONS.values() and block) or _DEFAULTS.get(name)
+            default = _DEFAULTS.get(name, getattr(of_class, name, None))
+            now = (name in _POSITIONS.values() and block) or default
         # fairseq writes the number of the layers that --decoder-layers-to-keep keeps.
         kept = getattr(args, f"{name}_to_keep", None) or []
         count = len(kept.split(",") if isinstance(kept, str) else kept)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# For commands whose input is text.
+SUBWORDS = " For subwords of subword-nmt, add --bpe subword_nmt --bpe-codes FILE --remove-bpe."
+
+
 class UnknownWords:
     """The numbers of all tokens that were counted, and of those that were unknown."""
 
@@ -44,10 +48,11 @@ class UnknownWords:
         if not self.unknown:
             return None
         are, were = ("is", "was") if self.unknown == 1 else ("are", "were")
+        usual = "a few rare ones are usual. If there are many, prepare"
         return (
             f"{self.unknown} of the {self.tokens} source tokens {are} not in the dictionary and "
-            f"{were} read as <unk>: a few rare ones are usual. If there are many, prepare the text "
-            "as the training data were prepared."
+            f"{were} read as <unk>: {'prepare' if 2 * self.unknown > self.tokens else usual} "
+            f"the text as the training data were prepared."
         )
 
 

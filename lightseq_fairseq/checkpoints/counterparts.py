@@ -144,6 +144,7 @@ GPT2 = Counterpart(
     transposed=r"\.c_\w+\.weight$",
     first_position=2,
     spare="\u00c0",  # GPT-2's byte 0xC0
+    first_words={"bos_token_id": 2},  # a text begins with </s> in fairseq's data
 )
 
 

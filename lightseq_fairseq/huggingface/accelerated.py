@@ -120,6 +120,11 @@ def accelerate(model: Model, fp8: bool = False) -> Model:
         UserError: our layers do not support this model; the sentence says why.
     """
     _check_version()
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"lightseq.accelerate needs a model, not {model!r}: load it first, for example with "
+            "AutoModelForSequenceClassification.from_pretrained."
+        )
     found = [m for m in model.modules() if type(m).__name__ in _FAMILIES and _is_theirs(m)]
     if not found:
         raise UserError(

@@ -29,6 +29,8 @@ _NO_OPTION = {
     "data": "pass data_name_or_path",
     "native": "use fairseq.models.roberta.RobertaModel",
 }
+_FILES = ("bpe_codes", "sentencepiece_model", "gpt2_encoder_json", "gpt2_vocab_bpe", "bpe_merges",
+          "bpe_vocab")  # fmt: skip
 _DICTIONARIES = ("dict.txt", os.path.join("input0", "dict.txt"))
 
 
@@ -100,6 +102,7 @@ class RobertaModel:
         else:
             folder, file, data = _places(folder, file, data, options)
             bpe = _subwords(bpe, data)
+        _check_files(options)
         if bpe == "gpt2":
             _require("requests", "regex")
         try:
@@ -171,6 +174,14 @@ def _places(
             "dictionaries that lightseq-preprocess wrote."
         )
     return folder, file, os.path.abspath(data)
+
+
+def _check_files(options: dict[str, Any]) -> None:
+    """Raises UserError for a file of the subwords that does not exist."""
+    for name in _FILES:
+        path = options.get(name)
+        if isinstance(path, str) and "://" not in path and not os.path.exists(path):
+            raise UserError(f"{path} does not exist: check {name}.")
 
 
 def _check_options(options: Iterable[str], trained: set[str]) -> None:

@@ -258,7 +258,8 @@ def _data(cfg: Any, trainer: Any, epoch: Any) -> str:
     count = f"{sum(map(len, parts)):,} {next(kinds, 'samples')}"
     ranks = trainer.data_parallel_world_size
     return (
-        f"{_languages(trainer.task)}{count}, {len(epoch):,} batches an epoch"
+        f"{_languages(trainer.task)}{count}, "
+        f"{len(epoch):,} batch{'es' * (len(epoch) != 1)} an epoch"
         f"{f' and rank ({ranks} ranks)' * (ranks > 1)}{_dictionaries(trainer.task)}"
     )
 

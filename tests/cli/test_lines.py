@@ -111,6 +111,16 @@ def test_files_of_different_lengths_are_refused_before_anything_is_written(
     assert not (tmp_path / "bin").exists()
 
 
+@pytest.mark.parametrize("more", [[], ["--only-source"]])
+def test_an_empty_file_is_refused(tmp_path: Path, more: list[str]) -> None:
+    text = write_text(tmp_path / "text", "\r")
+    (text / "train.aa").write_text("")
+    result = run("preprocess", *command(text, "--destdir", tmp_path / "bin", *more))
+    assert result.exit_code == 2
+    assert f"error: {text}/train.aa is empty: name a file with at least" in result.stderr
+    assert not (tmp_path / "bin").exists()
+
+
 def test_a_dictionary_of_alignments_needs_text_without_returns(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text", "\r")
     (text / "align").write_text("0-0\n" * COUNT)

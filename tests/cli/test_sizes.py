@@ -119,6 +119,14 @@ def test_a_run_resumes_with_its_sizes(trained: Trained, tmp_path: Path, name: st
     assert "taken from" not in run("train", *words, *shlex.split(MODELS[name][0])).stderr
 
 
+def test_a_default_of_fairseqs_is_not_taken_from_the_checkpoint(text: Path, tmp_path: Path) -> None:
+    words = [text, *shlex.split(TEXT), *RUN, "--save-dir", tmp_path, "--decoder-layers", "1",
+             "--decoder-attention-heads", "2"]  # fmt: skip
+    succeed("train", *words)
+    result = run("train", *words, "--max-update", "3")
+    assert result.exit_code == 0 and "taken from" not in result.stderr, result.stderr
+
+
 def test_a_run_that_keeps_some_layers_resumes(trained: Trained, tmp_path: Path) -> None:
     """fairseq's file has the number of those."""
     sizes = MODELS["text"][0].replace("--decoder-layers 1", "--decoder-layers 2")

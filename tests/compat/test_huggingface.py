@@ -308,6 +308,7 @@ def test_models_trained_here_from_scratch(name: str, tmp_path: Path) -> None:
     tokens = torch.randint(4, len(task.source_dictionary), (2, 8))
     with torch.no_grad():
         if is_text:
+            assert theirs.config.bos_token_id == task.source_dictionary.eos()  # begins a text
             found, expected = model(tokens)[0], theirs(tokens).logits
         else:
             found = model(tokens, torch.tensor([8, 8]), tokens)[0]

@@ -167,6 +167,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"device": "cuda:7"}, "device is cuda:7, but"),
     ({"bpe": "gpt2"}, "has no numbers of GPT-2's subwords: instead of"),
     ({"bpe": "subword_nmt"}, "bpe_codes is missing: set it"),
+    ({"bpe": "subword_nmt", "bpe_codes": "gone"}, "gone does not exist: check bpe_codes"),
 ]
 
 

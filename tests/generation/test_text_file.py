@@ -123,5 +123,6 @@ def test_what_is_refused(place: Path, tmp_path: Path) -> None:
         assert result.exit_code == 2 and "into the file of --output-text" in result.output
     words = place / "data", "--path", checkpoint, "--output-text", tmp_path / "out"
     result = run("generate", *words, "--input", tmp_path / "missing")
-    assert result.exit_code == 2 and f"{tmp_path}/missing cannot be read: No such" in result.output
+    sentence = f"lightseq-generate: error: {tmp_path}/missing cannot be read: No such"
+    assert result.exit_code == 2 and sentence in result.output
     assert not os.listdir(tmp_path)

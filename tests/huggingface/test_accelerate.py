@@ -356,6 +356,11 @@ def test_other_models_are_refused() -> None:
     )
 
 
+def test_a_name_is_no_model() -> None:
+    with pytest.raises(UserError, match=r"needs a model, not 'roberta-base': load it first"):
+        lightseq.accelerate("roberta-base")  # type: ignore[type-var]
+
+
 def test_the_module_lists_its_public_names() -> None:
     """Also those that are imported at their first use; no inner ones, such as Any."""
     public = [name for name in dir(lightseq) if not name.startswith("_")]
