@@ -22,7 +22,7 @@ from lightseq_fairseq.huggingface.adamw import LightseqAdamW
 from lightseq_fairseq.huggingface.batch import Batch
 from lightseq_fairseq.huggingface.calls import GIVEN, GivenPass
 from lightseq_fairseq.huggingface.copies import replaced
-from lightseq_fairseq.huggingface.vocabulary import Vocabulary, heads
+from lightseq_fairseq.huggingface.head_and_loss import HeadAndLoss, heads
 from lightseq_fairseq.memory.fp8 import OFF, Fp8State, NoFp8, why_no_fp8
 from lightseq_fairseq.memory.gradients import DirectGradients
 from lightseq_fairseq.memory.graphs import Graphs
@@ -201,7 +201,7 @@ class CapturedStep:
         try:
             with (
                 replaced(self.model, self._read),
-                Vocabulary([self._read[id(weight)] for weight in self._head_weights]),
+                HeadAndLoss([self._read[id(weight)] for weight in self._head_weights]),
                 Pass(self._gradients, self._fp8).entered(),
                 self._gradients.write(accumulate=not first),
             ):

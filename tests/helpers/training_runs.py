@@ -161,7 +161,11 @@ def fresh_process() -> Iterator[None]:
         mock.patch.object(checkpoint_utils, "PathManager", checkpoint_utils.PathManager),
         mock.patch.object(checkpoint_utils, "os", checkpoint_utils.os),
     ):
-        yield
+        try:
+            yield
+        finally:
+            # A signal that ends a run may come within torch.no_grad(), which then has no end.
+            torch.set_grad_enabled(True)
 
 
 def configure(data: Path, save_dir: Path, flags: dict[str, Any]) -> Any:

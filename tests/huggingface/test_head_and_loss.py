@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lightseq_fairseq.huggingface as lightseq
-from lightseq_fairseq.huggingface import vocabulary
+from lightseq_fairseq.huggingface import head_and_loss
 from lightseq_fairseq.huggingface.captured import CapturedStep
 from scripts.random_models import PAIRS, build
 
@@ -33,7 +33,7 @@ def test_trains_as_with_transformers(tmp_path: Path, name: str, words: int) -> N
     model = build(name, **sizes(name, words))
     plain, _ = pairs.train(tmp_path, getattr(transformers, f"{prefix}Trainer"), model)
     spies = [
-        mock.patch.object(vocabulary, each, wraps=getattr(vocabulary, each))
+        mock.patch.object(head_and_loss, each, wraps=getattr(head_and_loss, each))
         for each in ("vocabulary_logits", "cross_entropy")
     ]
     with spies[0] as logits, spies[1] as loss:
@@ -87,7 +87,7 @@ def test_a_result_that_another_node_reads_is_not_overwritten(change: str) -> Non
     for is_ours in (False, True):
         head.zero_grad()
         given = x.clone().requires_grad_()
-        with vocabulary.Vocabulary([head.weight] if is_ours else []):
+        with head_and_loss.HeadAndLoss([head.weight] if is_ours else []):
             loss = functional.cross_entropy(CHANGES[change](head(given)), target)
             loss.backward()
         found.append([loss.detach(), given.grad, head.weight.grad, head.bias.grad])
@@ -107,7 +107,7 @@ def test_options_of_the_loss(options: dict[str, Any]) -> None:
     found = []
     for weights in ([], [head.weight]):
         head.zero_grad()
-        with vocabulary.Vocabulary(weights):
+        with head_and_loss.HeadAndLoss(weights):
             loss = functional.cross_entropy(head(x), target, **options)
         loss.sum().backward()
         found.append([loss.detach(), head.weight.grad])

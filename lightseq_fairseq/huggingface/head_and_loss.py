@@ -35,7 +35,7 @@ def heads(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-class Vocabulary(TorchFunctionMode):
+class HeadAndLoss(TorchFunctionMode):
     """Within the block, the layers of this package compute logits and their loss.
 
     Nothing may read the logits after the backward pass. A training step of Hugging Face does not.
