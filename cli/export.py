@@ -45,8 +45,7 @@ QUANTIZATIONS = (
 @click.option(
     "--tokenizer", metavar="FOLDER", type=click.Path(path_type=Path),
     help="Folder of transformers whose tokenizer the model uses, with --to huggingface: its files "
-    "are copied  [default: the one that lightseq-preprocess --hf-tokenizer FOLDER has put beside "
-    "the dictionaries]",
+    "are copied  [default: the one that lightseq-preprocess has put beside the dictionaries]",
 )  # fmt: skip
 def main(
     source: Path, to: str, output: Path | None, force: bool, data: str | None,
@@ -76,13 +75,13 @@ def main(
     from lightseq_fairseq.checkpoints import export, to_huggingface, to_peft
     from lightseq_fairseq.checkpoints.trained import read
 
-    trained, has_tokenizer = read(source), True
+    trained, why = read(source), None
     if to == "fairseq":
         if data is not None:
             export.find_dictionaries(trained, data)
         export.to_fairseq(trained, output)
     elif to == "huggingface":
-        has_tokenizer = to_huggingface.write(trained, output, data, tokenizer)
+        why = to_huggingface.write(trained, output, data, tokenizer)
     elif to == "peft":
         to_peft.write(trained, output)
     else:
@@ -92,11 +91,12 @@ def main(
         else:
             export.to_safetensors(trained, found, output)
     click.echo(f"wrote {output}")
-    if not has_tokenizer:
+    if why:
         click.echo(
-            "It has no tokenizer: token ids are the rows of the run's dictionary (<s> 0, <pad> 1, "
-            "</s> 2, <unk> 3, then its lines), as encode() of LanguageModel and RobertaModel gives "
-            "them. --tokenizer FOLDER copies one of transformers, with its config.json."
+            f"It has no tokenizer, because {why.rstrip('.')}. Token ids are the rows of the run's "
+            "dictionary (<s> 0, <pad> 1, </s> 2, <unk> 3, then its lines), as encode() of "
+            "LanguageModel and RobertaModel gives them. --tokenizer FOLDER copies one of "
+            "transformers, with its config.json."
         )
 
 

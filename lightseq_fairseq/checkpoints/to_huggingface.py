@@ -18,7 +18,13 @@ from torch import Tensor
 from lightseq_fairseq.base import dictionaries, families, files
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.tokenizer import FOLDER, is_unnamed
-from lightseq_fairseq.checkpoints import counterparts, from_huggingface, matching, vocabulary
+from lightseq_fairseq.checkpoints import (
+    counterparts,
+    from_huggingface,
+    matching,
+    own_tokenizer,
+    vocabulary,
+)
 from lightseq_fairseq.checkpoints.correspondence import Counterpart
 from lightseq_fairseq.checkpoints.export import find_dictionaries
 from lightseq_fairseq.checkpoints.trained import Trained
@@ -36,7 +42,7 @@ _FIRST_WORDS = {
 }
 
 
-def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | None) -> bool:
+def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | None) -> str | None:
     """Write the folder ``output``, which ``AutoModel.from_pretrained`` loads.
 
     Args:
@@ -44,10 +50,10 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
         tokenizer: a folder of `transformers` with the tokenizer, whose files are copied, and whose
             rows the embedding gets. Rows of words that the dictionary lacks are those of the
             weights in this folder. None: the folder's that the data folder has; without one, rows
-            have fairseq's order.
+            have fairseq's order, and the tokenizer is made of the file that the data folder has.
 
     Returns:
-        Whether there was a tokenizer to copy.
+        Why the folder has no tokenizer; None if it has one.
 
     Raises:
         UserError: no model of `transformers` computes the same, the tokenizer has words that the
@@ -56,7 +62,9 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tokenizer = tokenizer or _of_data(data or settings_of(trained.checkpoint, "task").get("data"))
+    places = str(data or settings_of(trained.checkpoint, "task").get("data") or ".")
+    of_run = Path(places.partition(os.pathsep)[0])
+    tokenizer = tokenizer or _of_data(of_run)
     like = {}
     if tokenizer is not None and (tokenizer / "config.json").exists():
         like = read_json(tokenizer / "config.json")
@@ -95,6 +103,7 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     if len(rows) > 1 and all(languages):
         config["langs"] = languages
     model = _theirs(record, weights, rows, whole, config)
+    why = None
     with files.placed(output) as place:
         place.mkdir()
         for path in vocabulary.files_of(tokenizer) if tokenizer else ():
@@ -102,6 +111,11 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
         for side in record.sides if tokenizer else ():
             named = ["" if row is None else words[side][row] for row in rows[side]]
             vocabulary.add(place, record, named)
+        if tokenizer is None:
+            try:
+                own_tokenizer.write(place, of_run, args, words, args.max_positions)
+            except UserError as error:
+                why = str(error)
         text = json.dumps(config, indent=2, sort_keys=True, default=str)
         (place / "config.json").write_text(f"{text}\n")
         try:
@@ -109,7 +123,7 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
         except SafetensorError as error:
             raise OSError(str(error)) from error
         shutil.copymode(place / "config.json", place / "model.safetensors")
-    return tokenizer is not None
+    return why
 
 
 def with_positions(args: Any, model: Any) -> None:
@@ -120,9 +134,9 @@ def with_positions(args: Any, model: Any) -> None:
     args.max_target_positions = last
 
 
-def _of_data(data: Any) -> Path | None:
+def _of_data(data: Path) -> Path | None:
     """The folder of the tokenizer in a data folder, if it is that of a model of `transformers`."""
-    folder = Path(str(data or ".").partition(os.pathsep)[0]) / FOLDER
+    folder = data / FOLDER
     return folder if (folder / "config.json").is_file() else None
 
 
