@@ -217,18 +217,20 @@ def train(
     "<model>/<batch>/features/<precision>, for the features of the sentences, as in "
     "roberta_base/b32/features/bf16. BART: <model>/cnn<texts>/beam<n>/<precision>, with batches of "
     "<texts> texts to summarise as in CNN/DailyMail (cnn alone: 32), as in "
-    "bart_large/cnn/beam4/bf16. You can repeat the flag.",
+    "bart_large/cnn/beam4/bf16; or <model>/b<texts>/<shortest>-<longest>+<new>/<precision>, with "
+    "the tokens of the texts, and those to generate greedily, as in "
+    "bart_large/b32/260-440+128/bf16. You can repeat the flag.",
 )  # fmt: skip
 @click.option(
     "--systems", metavar="SYSTEM,...",
     help="Some of: ours, fairseq_no_cudnn (cuDNN attention off), ctranslate2, transformers (GPT-2 "
-    "with a static cache or RoBERTa, compiled; BART or NLLB).  "
+    "and BART, greedily with a static cache, or RoBERTa, compiled; beam search of BART or NLLB).  "
     "[default: all that this machine can run]",
 )  # fmt: skip
 @click.option(
     "--sentences", type=click.IntRange(1, test_set.SENTENCES),
-    help=f"Number of sentences or prompts, at most {test_set.SENTENCES}.  [default: 200 sentences "
-    "or 16 prompts at batch 1, else all sentences, or prompts of four batches]",
+    help=f"Number of sentences, prompts or texts, at most {test_set.SENTENCES}.  [default: 200 "
+    "sentences or 16 prompts at batch 1, else all sentences, or prompts of four batches]",
 )  # fmt: skip
 @click.option(
     "--passes", type=click.IntRange(1), default=3, show_default=True,

@@ -43,6 +43,7 @@ COLUMNS = {
 }  # fmt: skip
 LANGUAGE_SYSTEMS = {
     "ours": SYSTEMS["ours"][0],
+    "ctranslate2": SYSTEMS["ctranslate2"][0],
     "transformers": "transformers, static cache, compiled",
     "fairseq_no_cudnn": SYSTEMS["fairseq_no_cudnn"][0],
 }
@@ -116,11 +117,11 @@ def generate_by_case(rows: Rows) -> list[str]:
 
 
 def generate_text(rows: Rows) -> list[str]:
-    """Return a table: per case of a language model, new tokens per second of each system."""
+    """Return a table: per case of greedy search, new tokens per second of each system."""
     return _beside_fairseq(
         rows, LANGUAGE_SYSTEMS, "tokens_per_s", "new tokens/s",
-        "prompts of a batch, tokens of a prompt + new tokens, precision; random weights, greedy "
-        "search; the time to read the prompts is included",
+        "prompts or texts of a batch, tokens of each + new tokens, precision; random weights, "
+        "greedy search; the time to read the prompts or texts is included",
     )  # fmt: skip
 
 

@@ -198,27 +198,46 @@ def test_everything_once(data: Path, tmp_path: Path) -> None:
 def test_cases_of_large_models() -> None:
     for name, batch in (
         ("bart_large/cnn/beam4/bf16", 32), ("bart_large/cnn8/beam4/fp16", 8),
+        ("bart_large/b64/260-440+128/bf16", 64), ("nllb_600m/b1/beam4/bf16", 1),
         ("nllb_600m/b32/beam4/bf16", 32), ("nllb_600m/btokens/beam4/bf16", None),
     ):  # fmt: skip
         case = Case.parse(name)
         assert str(case) == name and case.batch == batch
         assert all(cases.why_not(system, case) is None for system in ("ours", "fairseq_no_cudnn"))
     sample = {"net_input": {"src_tokens": torch.zeros(2, 9)}}
-    wanted = [stopwatch.wanted(Case.parse(f"{name}/beam4/bf16"), sample)
-              for name in ("bart_large/cnn", "nllb_600m/b32")]  # fmt: skip
-    assert wanted == [141, 9]
+    names = "bart_large/cnn/beam4", "bart_large/b8/9-20+30", "nllb_600m/b32/beam4"
+    wanted = [stopwatch.wanted(Case.parse(f"{name}/bf16"), sample) for name in names]
+    assert wanted == [141, 30, 9]
 
 
-@pytest.mark.parametrize("name", ["bart_tiny/cnn2/beam2/fp32", "nllb_tiny/b4/beam2/fp32"])
-def test_large_models_once(name: str, tmp_path: Path) -> None:
+def test_drawn_texts() -> None:
+    case = Case.parse("bart_large/b32/260-440+128/bf16")
+    assert (case.source, case.prompt, case.new, case.beam) == ((260, 440), 0, 128, 1)
+    batches = stopwatch.prompts(case, 100, 500)
+    assert [len(batch) for batch in batches] == [32, 32, 32]
+    lengths = [len(text) for batch in batches for text in batch]
+    assert 260 <= min(lengths) < 270 and 430 < max(lengths) <= 440
+    assert all(text.min() >= corpus.SPECIALS for batch in batches for text in batch)
+    again = stopwatch.prompts(case, 100, 500)
+    assert all(torch.equal(a, b) for a, b in zip(batches[2], again[2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("bart_tiny/cnn2/beam2/fp32", 2 * 141),
+        ("bart_tiny/b2/9-20+12/fp32", 4 * 12),
+        ("nllb_tiny/b4/beam2/fp32", None),
+    ],
+)
+def test_large_models_once(name: str, tokens: int | None, tmp_path: Path) -> None:
     """All systems make hypotheses of the same lengths, or the run fails."""
+    count = 4 if "+" in name else 2
     _, rows = bench_once(
-        tmp_path, "--case", name, "--data", tmp_path / "data", "--sentences", 2,
-        "--systems", "ours,fairseq_no_cudnn,ctranslate2",
-    )  # fmt: skip
-    assert {row["system"] for row in rows} == {"ours", "fairseq_no_cudnn", "ctranslate2"}
-    assert len({row["tokens"] for row in rows}) == 1
-    assert rows[0]["tokens"] == 2 * 141 or "nllb" in name
+        tmp_path, "--case", name, "--data", tmp_path / "data", "--sentences", count
+    )
+    assert {row["system"] for row in rows} == {*cases.SYSTEMS}
+    assert {row["tokens"] for row in rows} == {tokens or rows[0]["tokens"]}
 
 
 # --- RoBERTa
@@ -305,6 +324,7 @@ def test_cases_of_language_models() -> None:
     case = Case.parse("gpt2_124m/b32/128+256/bf16")
     assert (case.batch, case.prompt, case.new, case.precision) == (32, 128, 256, "bf16")
     assert str(case) == "gpt2_124m/b32/128+256/bf16"
+    assert Case.parse("gpt2_124m/b256/128+256/bf16") == case._replace(batch=256)
     assert cases.why_not("ours", case) is None
     reasons = {
         model: cases.why_not("transformers", Case.parse(f"{model}/b1/8+8/fp32")) or ""

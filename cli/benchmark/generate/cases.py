@@ -37,8 +37,11 @@ class Case(NamedTuple):
         batch: sentences or prompts per batch; None: as many as ``max_tokens`` allow.
         max_tokens: limit of source tokens per batch, with pads; None: no limit.
         beam: hypotheses per sentence; 0 for RoBERTa, whose features of the sentences are computed.
-        prompt, new: for a language model, tokens of each prompt, and tokens to generate after it,
-            the last of which is ``</s>``; 0 for translation.
+        prompt: tokens of each prompt of a language model, otherwise 0.
+        new: tokens to generate greedily, the last of which is ``</s>``; 0: it is no case of drawn
+            prompts or texts.
+        source: tokens of the shortest and of the longest text, without ``</s>``, for BART with
+            drawn texts.
     """
 
     model: str
@@ -48,26 +51,36 @@ class Case(NamedTuple):
     precision: str
     prompt: int = 0
     new: int = 0
+    source: tuple[int, int] | None = None
 
     @classmethod
     def parse(cls, text: str) -> Case:
         """The case that ``text`` names, as ``t2t_big/b32/beam4/bf16``, ``.../btokens4096/...``,
-        ``gpt2_124m/b32/128+256/bf16``, ``roberta_base/b32/features/bf16`` or
-        ``bart_large/cnn/beam4/bf16``.
+        ``gpt2_124m/b32/128+256/bf16``, ``bart_large/b32/260-440+128/bf16``,
+        ``roberta_base/b32/features/bf16`` or ``bart_large/cnn/beam4/bf16``.
 
         Raises:
             UserError: there is no such case.
         """
-        prompts = re.fullmatch(r"(\w+)/b([1-9]\d*)/([1-9]\d*)\+([1-9]\d*)/(\w+)", text)
-        if prompts is not None and prompts[1] in LANGUAGE and prompts[5] in PRECISIONS:
-            model, precision = prompts.group(1, 5)
-            count, prompt, new = map(int, prompts.group(2, 3, 4))
-            if prompt + new > positions(SHAPES[model]):
+        n = r"([1-9]\d*)"
+        drawn = re.fullmatch(rf"(\w+)/b{n}/(?:{n}-)?{n}\+{n}/(\w+)", text)
+        model, precision = drawn.group(1, 6) if drawn else ("", "")
+        if drawn and model in (BART if drawn[3] else LANGUAGE) and precision in PRECISIONS:
+            count, longest, new = map(int, drawn.group(2, 4, 5))
+            most, shortest = positions(SHAPES[model]), int(drawn[3] or 0)
+            if shortest and (not shortest <= longest < most or new > most):
                 raise UserError(
-                    f"The case {text} is too large: {model} has {positions(SHAPES[model])} "
-                    "positions, so prompt and new tokens can be at most that many together."
+                    f"There is no case {text}: {model} has {most} positions, so texts can have up "
+                    f"to {most - 1} tokens, those of the shortest text first, and {most} new ones."
                 )
-            return cls(model, count, None, 1, precision, prompt, new)
+            if shortest:
+                return cls(model, count, None, 1, precision, 0, new, (shortest, longest))
+            if longest + new > most:
+                raise UserError(
+                    f"The case {text} is too large: {model} has {most} positions, so prompt and "
+                    "new tokens can be at most that many together."
+                )
+            return cls(model, count, None, 1, precision, longest, new)
         texts = re.fullmatch(r"([\w.]+)/cnn([1-9]\d*)?/beam([1-9]\d*)/(\w+)", text)
         if texts is not None and texts[1] in BART and texts[4] in PRECISIONS:
             return cls(texts[1], int(texts[2] or TEXTS), None, int(texts[3]), texts[4])
@@ -79,7 +92,8 @@ class Case(NamedTuple):
             raise UserError(
                 f"There is no case {text}: write <model>/<batch>/beam<n>/<precision>, for example "
                 "t2t_big/btokens4096/beam5/bf16, or <model>/b<prompts>/<prompt>+<new>/<precision>, "
-                "for example gpt2_124m/b32/128+256/bf16, or <model>/<batch>/features/<precision>, "
+                "for example gpt2_124m/b32/128+256/bf16 or bart_large/b32/260-440+128/bf16, or "
+                "<model>/<batch>/features/<precision>, "
                 "for example roberta_base/b32/features/bf16. A batch is b<sentences> or "
                 f"btokens<source tokens>, or cnn<texts> for texts to summarise; models are "
                 f"{', '.join(translates)}; with cnn {', '.join(BART)}; with prompts "
@@ -98,7 +112,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         if self.new:
-            return f"{self.model}/b{self.batch}/{self.prompt}+{self.new}/{self.precision}"
+            read = "{}-{}".format(*self.source) if self.source else self.prompt
+            return f"{self.model}/b{self.batch}/{read}+{self.new}/{self.precision}"
         if self.shape.is_bart:
             number = "" if self.batch == TEXTS else str(self.batch)
             return f"{self.model}/cnn{number}/beam{self.beam}/{self.precision}"
@@ -146,7 +161,7 @@ def why_not(system: str, case: Case) -> str | None:
         return "CTranslate2 cannot load fairseq's language models and RoBERTa."
     if system == "transformers" and case.model in TRANSLATION:
         return "transformers has no such translation model."
-    if system == "transformers" and case.new and not _is_gpt2(case.shape):
+    if system == "transformers" and case.prompt and not _is_gpt2(case.shape):
         return "transformers runs only GPT-2 here, and this model differs from it."
     if SYSTEMS[system].module and importlib.util.find_spec(system) is None:
         return f"{system} is not installed."

@@ -61,7 +61,7 @@ def _translator(given: argparse.Namespace, model: Path) -> Any:
     )  # fmt: skip
 
     case, options = given.case, {}
-    if case.shape.is_bart:
+    if case.shape.is_bart and not case.new:
         options = {
             "length_penalty": stopwatch.LENGTH_PENALTY,
             "no_repeat_ngram_size": stopwatch.NO_REPEAT,

@@ -68,10 +68,7 @@ def _run(given: argparse.Namespace, words: list[str]) -> None:
         calls = [functools.partial(search, sample) for sample in samples]
         return [lengths(hypotheses) for hypotheses in together(generator, calls)]
 
-    if given.case.new:
-        samples = stopwatch.prompt_batches(task, given.case, given.sentences)
-    else:
-        samples = stopwatch.batches(task, cfg, given.sentences)
+    samples = stopwatch.batches(task, cfg, given)
     stopwatch.measure(
         given, samples, lambda sample: lengths(search(sample)), load_s, memory,
         search_together if given.case.batch is None and not given.native else None,

@@ -3,9 +3,9 @@
     python -m lightseq_fairseq.cli.benchmark.generate.hugging_face (options of ``decode``)
 
 Random weights of the same sizes, and on a GPU a compiled forward pass as CUDA graphs, which is the
-fastest that the library offers for one model on one GPU. GPT-2 continues prompts with a static
-cache, RoBERTa computes features. BART and NLLB search with the library's beam search, which is not
-compiled, on the batches of fairseq-generate.
+fastest that the library offers for one model on one GPU. GPT-2 continues prompts, and BART drawn
+texts, greedily with a static cache; RoBERTa computes features. BART and NLLB search with the
+library's beam search, which is not compiled, on the batches of fairseq-generate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     given = stopwatch.arguments(__doc__)
     memory, began = MemoryMeter(gpu=not given.cpu), time.perf_counter()
     torch.manual_seed(0)
-    if given.case.new:
+    if given.case.prompt:
         run, samples = _continuing(given), _prompts(given)
     elif given.case.beam:
         run, samples = _translating(given), stopwatch.task_batches(given)[1]
@@ -52,6 +52,16 @@ def _placed(model: Any, given: argparse.Namespace) -> Any:
     return model.eval().to("cpu" if given.cpu else "cuda", dtype)
 
 
+def _static(given: argparse.Namespace) -> dict[str, Any]:
+    """Options of greedy search: a static cache, and on a GPU compiled steps as CUDA graphs."""
+    options: dict[str, Any] = {"cache_implementation": "static"}
+    if not given.cpu:
+        options["compile_config"] = transformers.CompileConfig(
+            mode="reduce-overhead", fullgraph=True
+        )
+    return options
+
+
 def _continuing(given: argparse.Namespace) -> Run:
     """GPT-2 for `stopwatch.measure`."""
     case, shape = given.case, given.case.shape
@@ -64,12 +74,8 @@ def _continuing(given: argparse.Namespace) -> Run:
     model = _placed(transformers.GPT2LMHeadModel(config), given)
     options: dict[str, Any] = {
         "max_new_tokens": case.new, "do_sample": False, "pad_token_id": EOS, "use_cache": True,
-        "cache_implementation": "static",
+        **_static(given),
     }  # fmt: skip
-    if not given.cpu:
-        options["compile_config"] = transformers.CompileConfig(
-            mode="reduce-overhead", fullgraph=True
-        )
 
     @torch.no_grad()
     def translate(sample: dict[str, Any]) -> list[int]:
@@ -82,7 +88,8 @@ def _continuing(given: argparse.Namespace) -> Run:
 
 def _prompts(given: argparse.Namespace) -> Samples:
     samples = []
-    for prompts in stopwatch.prompts(given.case, given.sentences, given.data.vocabulary):
+    for batch in stopwatch.prompts(given.case, given.sentences, given.data.vocabulary):
+        prompts = torch.stack(batch)
         first = prompts.new_full((len(prompts), 1), EOS)
         samples.append({"tokens": torch.cat((first, prompts), 1), "nsentences": len(prompts)})
     return samples
@@ -94,18 +101,25 @@ def _translating(given: argparse.Namespace) -> Run:
     sizes = pair_config(shape, given.data.vocabulary, "sdpa")
     model = getattr(transformers, f"{shape.hugging_face}ForConditionalGeneration")(sizes)
     model = _placed(model, given)
-    # No hypothesis ends before its maximum length, as in the other systems.
+    # No hypothesis ends before its maximum length, as in the other systems. What is None in the
+    # options of a call would be that of the model's configuration.
+    model.generation_config = transformers.GenerationConfig()
     options: dict[str, Any] = {
         "num_beams": case.beam, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None,
-        "decoder_start_token_id": EOS, "use_cache": True, "early_stopping": True,
+        "decoder_start_token_id": EOS, "use_cache": True, "early_stopping": case.beam > 1,
     }  # fmt: skip
-    if shape.is_bart:
+    if case.source:
+        options |= _static(given)
+    elif shape.is_bart:
         options["length_penalty"] = stopwatch.LENGTH_PENALTY
         options["no_repeat_ngram_size"] = stopwatch.NO_REPEAT
 
     @torch.no_grad()
     def translate(sample: dict[str, Any]) -> list[int]:
         tokens = sample["net_input"]["src_tokens"].to(model.device)
+        if case.source:  # one shape, so one compilation; texts end with </s>
+            pads = case.source[1] + 1 - tokens.shape[1]
+            tokens = torch.nn.functional.pad(tokens, (pads, 0), value=PAD)
         search = transformers.GenerationConfig(
             max_new_tokens=stopwatch.wanted(case, sample), **options
         )

@@ -42,9 +42,9 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 def wanted(case: Case, sample: dict[str, Any]) -> int:
     """Tokens of each hypothesis, with ``</s>`` and, for a language model, with the prompt."""
-    if case.shape.is_bart and case.beam:
-        return SUMMARY
-    length: int = case.prompt + case.new or sample["net_input"]["src_tokens"].shape[1]
+    if case.new:
+        return case.prompt + case.new
+    length: int = SUMMARY if case.shape.is_bart else sample["net_input"]["src_tokens"].shape[1]
     return length
 
 
@@ -57,12 +57,15 @@ def generation_words(given: argparse.Namespace) -> list[str]:
     words += ["--fp16"] * (case.precision == "fp16") + ["--cpu"] * given.cpu
     # fairseq's maximum length counts a prompt, but not </s>; the length of a source counts </s>.
     if case.new:
-        longest = case.prompt + case.new - 1
-        return [*words, "--task", "language_modeling", "--max-len-b", str(longest)]
+        words += ["--max-len-b", str(case.prompt + case.new - 1)]
+    if case.prompt:
+        return [*words, "--task", "language_modeling"]
     words += ["-s", SOURCE, "-t", TARGET, "--gen-subset", SPLIT, "--num-workers", "0"]
     words += ["--distributed-world-size", "1"]
+    if case.new:
+        return words
     if case.shape.is_bart:
-        words += ["--max-len-a", "0", "--max-len-b", str(SUMMARY - 1), "--min-len", "55"]
+        words += ["--max-len-b", str(SUMMARY - 1), "--min-len", "55"]
         words += ["--lenpen", str(LENGTH_PENALTY), "--no-repeat-ngram-size", str(NO_REPEAT)]
     else:
         words += ["--max-len-a", "1", "--max-len-b=-1"]
@@ -75,12 +78,15 @@ def generation_words(given: argparse.Namespace) -> list[str]:
     return words
 
 
-def batches(task: Any, cfg: Any, sentences: int) -> list[dict[str, Any]]:
-    """fairseq-generate's collated batches of the first ``sentences`` sentences."""
+def batches(task: Any, cfg: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """fairseq-generate's collated batches of the first ``--sentences`` sentences, or those of
+    `prompts`, collated as in fairseq-interactive."""
+    if given.case.new:
+        return _prompt_batches(task, given.case, given.sentences)
     task.load_dataset(SPLIT)
     dataset = task.dataset(SPLIT)
     order = dataset.ordered_indices()
-    dataset.ordered_indices = lambda: order[order < sentences]
+    dataset.ordered_indices = lambda: order[order < given.sentences]
     iterator = task.get_batch_iterator(
         dataset, max_tokens=cfg.dataset.max_tokens, max_sentences=cfg.dataset.batch_size,
         required_batch_size_multiple=cfg.dataset.required_batch_size_multiple,
@@ -97,7 +103,7 @@ def task_batches(given: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
     args = options.parse_args_and_arch(options.get_generation_parser(), generation_words(given))
     cfg = convert_namespace_to_omegaconf(args)
     task = tasks.setup_task(cfg.task)
-    return task, batches(task, cfg, given.sentences)
+    return task, batches(task, cfg, given)
 
 
 def sentence_batches(given: argparse.Namespace, words: Any) -> list[dict[str, Any]]:
@@ -116,17 +122,22 @@ def sentence_batches(given: argparse.Namespace, words: Any) -> list[dict[str, An
     return [dataset.collater([dataset[i] for i in batch]) for batch in chosen]
 
 
-def prompts(case: Case, count: int, vocabulary: int) -> list[Any]:
-    """``count`` prompts of random words, in full batches (at least one): int64 [batch, prompt] on
-    the CPU."""
+def prompts(case: Case, count: int, vocabulary: int) -> list[list[Any]]:
+    """``count`` prompts or texts of random words, in full batches (at least one): for each batch
+    its prompts, int64 [tokens] on the CPU."""
     assert case.batch is not None
     random = torch.Generator().manual_seed(SEED)
-    shape = (max(count // case.batch, 1), case.batch, case.prompt)
-    return list(torch.randint(SPECIALS, vocabulary, shape, generator=random).unbind())
+    shortest, longest = case.source or (case.prompt, case.prompt)
+    shape = (max(count // case.batch, 1), case.batch)
+    lengths = torch.randint(shortest, longest + 1, shape, generator=random)
+    words = torch.randint(SPECIALS, vocabulary, (*shape, longest), generator=random)
+    return [
+        [row[:length] for row, length in zip(*batch, strict=True)]
+        for batch in zip(words, lengths.tolist(), strict=True)
+    ]
 
 
-def prompt_batches(task: Any, case: Case, count: int) -> list[dict[str, Any]]:
-    """The batches of `prompts`, collated as in fairseq-interactive."""
+def _prompt_batches(task: Any, case: Case, count: int) -> list[dict[str, Any]]:
     words, found = task.source_dictionary, []
     for batch in prompts(case, count, len(words)):
         tokens = [torch.cat((prompt, torch.tensor([words.eos()]))) for prompt in batch]
