@@ -219,7 +219,9 @@ def train(
     "<texts> texts to summarise as in CNN/DailyMail (cnn alone: 32), as in "
     "bart_large/cnn/beam4/bf16; or <model>/b<texts>/<shortest>-<longest>+<new>/<precision>, with "
     "the tokens of the texts, and those to generate greedily, as in "
-    "bart_large/b32/260-440+128/bf16. You can repeat the flag.",
+    "bart_large/b32/260-440+128/bf16. Your own translation model: trained/<batch>/beam<n>/"
+    "<precision>, with the folder trained in --data, which has checkpoint.pt and a test set by "
+    "lightseq-preprocess from en to de. You can repeat the flag.",
 )  # fmt: skip
 @click.option(
     "--systems", metavar="SYSTEM,...",
@@ -253,13 +255,17 @@ def generate(
         lightseq-bench generate --case t2t_big/b32/beam4/bf16 --systems ours,fairseq_no_cudnn
 
     The model has random weights, and hypotheses are as long as the longest source of their batch,
-    so that all systems do the same work. The table shows sentences and tokens per second (without
-    those of prompts), the time to decode or encode all sentences (without loading the model or
-    reading text), the time per batch, and peak memory.
+    so that all systems do the same work. Only the hypotheses of the case trained end by themselves.
+    The table shows sentences and tokens per second (without those of prompts), the time to decode
+    or encode all sentences (without loading the model or reading text), the time per batch, and
+    peak memory.
     """
     able, gpu, about = runs.plan(generation, cases, systems, "tiny/b32/beam4/fp32", output)
     files = {}
     for model in dict.fromkeys(case.model for case in able):
+        if model == generation.TRAINED:
+            files[model] = test_set.trained(data / model)
+            continue
         shape = generation.SHAPES[model]
         files[model] = test_set.ensure(data / model, shape, vocabulary or shape.vocabulary)
 

@@ -125,6 +125,29 @@ def generate_text(rows: Rows) -> list[str]:
     )  # fmt: skip
 
 
+def generate_trained(rows: Rows) -> list[str]:
+    """Return a table: per case of a trained model, the speed of each system, and for ours what one
+    search of all batches saves."""
+    lines = []
+    for case, system, row, ratio in compared(rows, "sentences_per_s"):
+        cells = [f"`{case}`", SYSTEMS[system][0], f"{row['sentences_per_s']:.0f}",
+                 str(row["tokens_per_s"]), ratio, f"{row['peak_gib']:.1f}"]  # fmt: skip
+        saved = ["", "", ""]
+        if "steps" in row:
+            saved = [f"{1 - row['steps'] / row['steps_one_by_one']:.0%}",
+                     f"{row['one_by_one_s'] / row['decode_s']:.2f}",
+                     f"{row['same_words']:.1%}"]  # fmt: skip
+        lines.append(([*cells, *saved], [row]))
+    head = ["case", "system", "sentences/s", "tokens/s", "x fairseq", "GiB", "steps saved",
+            "x one batch at a time", "same words"]  # fmt: skip
+    return sourced_table(
+        head, lines, 2,
+        "case: batch, beam, precision; medians over passes after the warm-up; last columns: one "
+        "search of all batches beside one search for each batch: steps, speed, and the share of "
+        "sentences with the same words",
+    )  # fmt: skip
+
+
 def generate_features(rows: Rows) -> list[str]:
     """Return a table: per case of RoBERTa, sentences per second of each system."""
     tokens = sorted({str(row["max_tokens"]) for row in rows if "max_tokens" in row})

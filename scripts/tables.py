@@ -29,6 +29,7 @@ from .generate_tables import (
     generate_plot,
     generate_table,
     generate_text,
+    generate_trained,
 )
 from .hugging_face_tables import hugging_face_table
 from .op_tables import OPS_PLOT, attention_table, op_plot, op_table
@@ -159,6 +160,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[str]]]] = {
     "generate": ((GENERATE,), generate_table),
     "generate_by_case": ((GENERATE,), generate_by_case),
     "generate_text": ((GENERATE_TEXT,), generate_text),
+    "generate_trained": (("scripts/results/generate-trained-h200.json",), generate_trained),
     "generate_features": (("scripts/results/generate-features-h200.json",), generate_features),
     "huggingface": (("scripts/results/huggingface-h200.json",), hugging_face_table),
     "convergence": ((CONVERGENCE,), convergence_table),

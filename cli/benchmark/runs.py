@@ -27,7 +27,7 @@ CACHES = ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # Models of all benchmarks that a machine without a GPU can run.
 SMALL = (
     "tiny", "lm_tiny", "roberta_tiny", "bart_tiny", "nllb_tiny", "marian_tiny", "gpt2_tiny",
-    "vit_tiny", "modernbert_tiny",
+    "vit_tiny", "modernbert_tiny", "trained",
 )  # fmt: skip
 
 

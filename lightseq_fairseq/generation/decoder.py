@@ -80,6 +80,9 @@ class StepDecoder:
     ``embeds_on_host``, ``embed_packed``, ``table_rows`` and ``project_out``, as
     ``plugins.transformer.LSTransformerDecoder`` does. The decoder owns this object, so this object
     keeps no reference to the decoder. A copy of the decoder gets an empty ``StepDecoder``.
+
+    Attributes:
+        launched: steps of all searches, for measurements.
     """
 
     memory: SearchBuffers
@@ -90,6 +93,7 @@ class StepDecoder:
         self._addresses: ParameterAddresses | None = None
         self._graphs: Graphs | None = None
         self._user: Callable[[], object] | None = None
+        self.launched = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()

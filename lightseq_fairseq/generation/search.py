@@ -169,6 +169,7 @@ class _Search:
             if self.count:
                 self._step()
         found = [each.read() for each in self.found]
+        self.steps.launched += self.launched
         self.steps.end()
         return found
 

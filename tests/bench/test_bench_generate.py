@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import helpers.digits as digits
+import helpers.forked_commands as forked_commands
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -23,7 +27,7 @@ from lightseq_fairseq.cli.benchmark.train import corpus
 fairseq_compat.prepare()
 from fairseq import checkpoint_utils  # noqa: E402
 from fairseq.data import Dictionary  # noqa: E402
-from fairseq.data.indexed_dataset import MMapIndexedDataset  # noqa: E402
+from fairseq.data.indexed_dataset import MMapIndexedDataset, make_builder  # noqa: E402
 from fairseq.models.roberta import RobertaHubInterface  # noqa: E402
 
 VOCABULARY = 500
@@ -238,6 +242,63 @@ def test_large_models_once(name: str, tokens: int | None, tmp_path: Path) -> Non
     )
     assert {row["system"] for row in rows} == {*cases.SYSTEMS}
     assert {row["tokens"] for row in rows} == {tokens or rows[0]["tokens"]}
+
+
+# --- a trained model
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a trained model and its test set, in the folder of all models."""
+    toy, folder = digits.toy(), tmp_path_factory.mktemp("own") / "trained"
+    folder.mkdir()
+    shutil.copy(toy.paths[-1], folder / "checkpoint.pt")
+    for side, language in (("src", "en"), ("tgt", "de")):
+        words = toy.folder / f"dict.{side}.txt"
+        for name in (side, language):  # the checkpoint has its own names of the languages
+            shutil.copy(words, folder / f"dict.{name}.txt")
+        dictionary, stem = Dictionary.load(str(words)), folder / f"test.en-de.{language}"
+        builder = make_builder(f"{stem}.bin", "mmap", len(dictionary))
+        for line in (toy.folder / f"valid.src-tgt.{side}").read_text().splitlines():
+            builder.add_item(dictionary.encode_line(line, add_if_not_exist=False))
+        builder.finalize(f"{stem}.idx")
+    return folder
+
+
+def test_sentences_of_a_trained_model_end(trained: Path, tmp_path: Path) -> None:
+    case = "trained/btokens200/beam2/fp32"
+    done, rows = bench_once(tmp_path, "--case", case, "--data", trained.parent, "--sentences", 40)
+    assert f"{case} without transformers: transformers has no such" in done.stderr
+    found = {row["system"]: row for row in rows}
+    assert found.keys() == {"ours", "fairseq_no_cudnn", "ctranslate2"}
+    assert {row["sentences"] for row in rows} == {40}
+    targets = MMapIndexedDataset(str(trained / "test.en-de.de"))
+    assert {row["tokens"] for row in rows} == {rows[0]["tokens"]}
+    assert rows[0]["tokens"] == pytest.approx(targets.sizes[:40].sum(), rel=0.05)
+    row = found["ours"]
+    assert row["same_words"] == 1 and row["steps"] == row["steps_one_by_one"]  # on a CPU
+    assert sum("steps" in row for row in rows) == 1
+
+
+def test_steps_that_one_search_saves(trained: Path, tmp_path: Path) -> None:
+    case, report = Case.parse("trained/btokens200/beam2/fp32"), tmp_path / "r.json"
+    as_on_a_gpu = (
+        "from lightseq_fairseq.cli.benchmark.generate import decode\n"
+        "from lightseq_fairseq.plugins import generator\n"
+        'generator.TOGETHER = ("cpu",)\n'
+        "decode.main()\n"
+    )
+    words = command(case, "ours", trained, report, 40, 1, False)
+    python = [str(forked_commands.python()), "-c", as_on_a_gpu]
+    subprocess.run([*python, *words[3:]], check=True)
+    found = json.loads(report.read_text())
+    assert found["same_words"] == 1 and found["one_by_one_s"] > 0
+    assert 10 < found["steps"] < 0.8 * found["steps_one_by_one"]
+
+
+def test_what_a_trained_model_lacks(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no checkpoint.pt and no test.en-de.en.bin: copy"):
+        test_set.trained(tmp_path)
 
 
 # --- RoBERTa

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch  # noqa: F401  (loads cuBLAS, see `_cublas`)
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.benchmark.train import shapes
 from lightseq_fairseq.cli.benchmark.train.commands import FOR_TORCH
 from lightseq_fairseq.cli.benchmark.train.corpus import LONGEST
 from lightseq_fairseq.cli.benchmark.train.shapes import (
@@ -19,13 +20,14 @@ from lightseq_fairseq.cli.benchmark.train.shapes import (
     LANGUAGE,
     MASKED,
     NLLB,
-    SHAPES,
     TRANSLATION,
     Shape,
 )
 
 # Our name -> the name in fairseq, torch and CTranslate2.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+TRAINED = "trained"  # a translation model of the user, whose sentences end where it ends them
+SHAPES = {**shapes.SHAPES, TRAINED: shapes.SHAPES["base"]}  # its sizes are those of its checkpoint
 TEXTS = 32  # default number of texts to summarise in a batch
 MAX_TOKENS = 18_500  # default token limit of a batch that is filled by tokens
 
@@ -87,7 +89,7 @@ class Case(NamedTuple):
         batches = r"b(?:([1-9]\d*)|tokens([1-9]\d*)?)"
         found = re.fullmatch(rf"([\w.]+)/{batches}/(?:beam([1-9]\d*)|features)/(\w+)", text)
         model, sentences, tokens, beam, precision = found.groups() if found else [""] * 5
-        translates = TRANSLATION + NLLB
+        translates = [*TRANSLATION, *NLLB, TRAINED]
         if model not in (MASKED if beam is None else translates) or precision not in PRECISIONS:
             raise UserError(
                 f"There is no case {text}: write <model>/<batch>/beam<n>/<precision>, for example "
@@ -125,6 +127,10 @@ class Case(NamedTuple):
     def shape(self) -> Shape:
         return SHAPES[self.model]
 
+    @property
+    def is_trained(self) -> bool:
+        return self.model == TRAINED
+
 
 def positions(shape: Shape) -> int:
     """Positions of a language model: the size of its learned table; 1024 if sinusoidal."""
@@ -159,7 +165,7 @@ def why_not(system: str, case: Case) -> str | None:
     """The reason if the system cannot run the case on this machine, else None."""
     if system == "ctranslate2" and case.model in LANGUAGE + MASKED:
         return "CTranslate2 cannot load fairseq's language models and RoBERTa."
-    if system == "transformers" and case.model in TRANSLATION:
+    if system == "transformers" and (case.is_trained or case.model in TRANSLATION):
         return "transformers has no such translation model."
     if system == "transformers" and case.prompt and not _is_gpt2(case.shape):
         return "transformers runs only GPT-2 here, and this model differs from it."

@@ -9,6 +9,7 @@ contains the reason.
 from __future__ import annotations
 
 import argparse
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,17 @@ def main() -> None:
 
 
 def _model(files: TestSet) -> Path:
-    if not files.ctranslate2.exists():
+    made = files.ctranslate2
+    if made.exists() and made.stat().st_mtime < files.checkpoint.stat().st_mtime:
+        shutil.rmtree(made)  # the user has another model now
+    if not made.exists():
         from lightseq_fairseq.checkpoints import export
         from lightseq_fairseq.checkpoints.trained import read
 
         trained = read(files.checkpoint)
         dictionaries = export.find_dictionaries(trained, str(files.folder))
-        export.to_ctranslate2(trained, dictionaries, files.ctranslate2, None)
-    return files.ctranslate2
+        export.to_ctranslate2(trained, dictionaries, made, None)
+    return made
 
 
 def _text(tokens: Any, words: Any) -> list[list[str]]:
@@ -68,13 +72,14 @@ def _translator(given: argparse.Namespace, model: Path) -> Any:
         }
 
     def translate(sample: dict[str, Any]) -> list[int]:
-        length = stopwatch.wanted(case, sample)
-        # CTranslate2 stops at the maximum length, without </s>.
+        # CTranslate2 stops at the maximum length, without </s>, which it never counts.
+        end = int(case.is_trained)
+        length = stopwatch.wanted(case, sample) - end
         results = translator.translate_batch(
             sample["text"], beam_size=case.beam, max_decoding_length=length,
-            min_decoding_length=length, **options,
+            min_decoding_length=1 if case.is_trained else length, **options,
         )  # fmt: skip
-        return [len(result.hypotheses[0]) for result in results]
+        return [len(result.hypotheses[0]) + end for result in results]
 
     return translate
 

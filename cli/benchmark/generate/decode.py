@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -64,14 +65,33 @@ def _run(given: argparse.Namespace, words: list[str]) -> None:
     def lengths(hypotheses: Any) -> list[int]:
         return [len(found[0]["tokens"].cpu()) for found in hypotheses]
 
-    def search_together(samples: Sequence[dict[str, Any]]) -> list[list[int]]:
-        calls = [functools.partial(search, sample) for sample in samples]
-        return [lengths(hypotheses) for hypotheses in together(generator, calls)]
+    def search_together(samples: Sequence[dict[str, Any]]) -> list[Any]:
+        return together(generator, [functools.partial(search, sample) for sample in samples])
+
+    def saved() -> dict[str, Any]:
+        """What one search of all batches saves, beside one search for each batch."""
+        steps, words, seconds = [], [], []
+        # The first pass captures graphs.
+        runs: list[Any] = [functools.partial(map, search)] * (1 + given.passes)
+        for run in (*runs, search_together):
+            before, began = model.decoder.steps.launched, time.perf_counter()
+            found = list(run(samples))
+            list(map(lengths, found))  # reads the results
+            seconds.append(time.perf_counter() - began)
+            steps.append(model.decoder.steps.launched - before)
+            words.append([each[0]["tokens"].tolist() for batch in found for each in batch])
+        same = [a == b for a, b in zip(*words[-2:], strict=True)]
+        return {
+            "steps": steps[-1], "steps_one_by_one": steps[-2],
+            "one_by_one_s": statistics.median(seconds[1:-1]), "same_words": sum(same) / len(same),
+        }  # fmt: skip
 
     samples = stopwatch.batches(task, cfg, given)
+    is_together = given.case.batch is None and not given.native
     stopwatch.measure(
         given, samples, lambda sample: lengths(search(sample)), load_s, memory,
-        search_together if given.case.batch is None and not given.native else None,
+        (lambda samples: list(map(lengths, search_together(samples)))) if is_together else None,
+        saved if is_together and given.case.is_trained else dict,
     )  # fmt: skip
 
 

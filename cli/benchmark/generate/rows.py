@@ -10,6 +10,10 @@ from lightseq_fairseq.base import result_rows
 from lightseq_fairseq.cli.benchmark.generate.cases import Case
 from lightseq_fairseq.cli.benchmark.runs import Row, quantile
 
+# Of ours with a trained model: the steps of one search of all batches; the steps and the time of
+# one search for each batch; and the share of sentences with the same words in both.
+TOGETHER = ("steps", "steps_one_by_one", "one_by_one_s", "same_words")
+
 
 def row(case: Case, system: str, runs: Sequence[Row], about: Row) -> Row:
     """The result row of a system: medians over the passes of all its runs.
@@ -39,6 +43,7 @@ def row(case: Case, system: str, runs: Sequence[Row], about: Row) -> Row:
         "sentences": last["sentences"],
         "tokens": last["tokens"],
         "rounds": len(runs),
+        **{name: round(last[name], 4) for name in TOGETHER if name in last},
     }
 
 

@@ -96,6 +96,22 @@ def ensure(folder: Path, shape: Shape, vocabulary: int) -> TestSet:
     return TestSet(folder)
 
 
+def trained(folder: Path) -> TestSet:
+    """The user's model and sentences in ``folder``.
+
+    Raises:
+        UserError: files are missing.
+    """
+    found = TestSet(folder)
+    needed = [found.checkpoint, found.sources.with_name(f"{found.sources.name}.bin")]
+    if missing := [path.name for path in needed if not path.exists()]:
+        raise UserError(
+            f"{folder} has no {' and no '.join(missing)}: copy a checkpoint there, beside what "
+            f"lightseq-preprocess has written of a test set from {SOURCE} to {TARGET}."
+        )
+    return found
+
+
 def _write_checkpoint(test_set: TestSet, shape: Shape, home: Path) -> None:
     """Writes the checkpoint, which names ``home`` as the folder of the dictionaries."""
     fairseq_compat.prepare()
