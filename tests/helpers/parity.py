@@ -286,9 +286,12 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 def train(
     argv: Sequence[str], updates: int, dtype: torch.dtype = torch.float64,
-    change_batch: Change | None = None,
+    change_batch: Change | None = None, like: Sequence[Update] = (),
 ) -> list[Update]:  # fmt: skip
-    """Runs ``updates`` updates and records each; ``change_batch`` may modify every batch first."""
+    """Runs ``updates`` updates and records each; ``change_batch`` may modify every batch first.
+
+    Each update is compared with that of ``like``, so that the first difference ends the run.
+    """
     with native_in_float64() if dtype == torch.float64 else contextlib.nullcontext():
         cfg = parse(argv)
         task, model, criterion = build(cfg)
@@ -325,6 +328,8 @@ def train(
             trainer.train_step(samples)
             if ls:
                 trainer.settle()
+            if like:
+                compare(history[-1:], like[len(history) - 1 : len(history)])
     return history
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 from pathlib import Path
@@ -29,6 +30,12 @@ from helpers.parity import (
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parity.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@functools.cache
+def natively(data: Path, updates: int, *flags: tuple[str, Any]) -> list[parity.Update]:
+    """fairseq's run, for several tests."""
+    return train(command_line(data, NATIVE, **dict(flags)), updates)
 
 
 def check(corpus: Path, updates: int, **flags: Any) -> None:
@@ -191,7 +198,7 @@ MIXTURES = [Systems(*s) for s in itertools.product(("ls", "native"), repeat=3) i
 @pytest.mark.parametrize("systems", MIXTURES, ids="-".join)
 def test_every_mixture(corpus: Path, systems: Systems) -> None:
     flags = {**PRE_NORM, **SHARED, "report_accuracy": True, "ignore_prefix_size": 1}
-    native = train(command_line(corpus, NATIVE, **flags), 6)
+    native = natively(corpus, 6, *flags.items())
     compare(train(command_line(corpus, systems, **flags), 6), native)
 
 
@@ -360,7 +367,7 @@ ADAPTIVE: dict[str, dict[str, Any]] = {
 def test_adaptive_inputs_and_softmax(text: Path, flags: dict[str, Any], optimizer: str) -> None:
     """fairseq's own modules compute them around our layers, in fairseq's own step."""
     criterion = "ls" if flags["criterion"] == "cross_entropy" else "native"
-    native = train(command_line(text, NATIVE, **flags), 20)
+    native = natively(text, 20, *flags.items())
     ours = train(command_line(text, Systems("ls", optimizer, criterion), **flags), 20)
     compare(ours, native)
     assert all(len(update.sample_sizes) == 2 for update in ours)
@@ -383,7 +390,7 @@ def test_dropout_of_language_models_acts_where_fairseqs_does(text: Path, activat
 
 @pytest.mark.parametrize("systems", MIXTURES, ids="-".join)
 def test_every_mixture_on_running_text(text: Path, systems: Systems) -> None:
-    native = train(command_line(text, NATIVE, **TEXT), 4)
+    native = natively(text, 4, *TEXT.items())
     compare(train(command_line(text, systems, **TEXT), 4), native)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import helpers.parity as parity
 import pytest
 from helpers.mutations import Arguments, Patch, change_op, change_sample_size
-from helpers.parity import CLASSES, LS, MASKED, NATIVE, ParityError, command_line, compare, train
+from helpers.parity import CLASSES, LS, MASKED, NATIVE, ParityError, command_line, train
 from torch import Tensor
 
 from lightseq_fairseq.memory.gradients import DirectGradients
@@ -223,7 +223,7 @@ def test_mutation_is_found(
             around.enter_context(parity.mixed_precision_in_float64())
         if run not in native_runs:
             native_runs[run] = train(native, UPDATES)
-            compare(train(ours, UPDATES), native_runs[run])
+            train(ours, UPDATES, like=native_runs[run])
         make(monkeypatch)
         with pytest.raises(ParityError):
-            compare(train(ours, UPDATES), native_runs[run])
+            train(ours, UPDATES, like=native_runs[run])
