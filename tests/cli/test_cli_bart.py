@@ -57,6 +57,7 @@ def run(
     folder = tmp_path_factory.mktemp("run")
     words = [data, *SMALL, *flags_of(request.param), "--save-dir", folder]
     words += ["--max-update", "60", "--lr", "0.02", "--update-freq", "1"]
+    words += ["--validate-interval", "60", "--save-interval", "60"]  # an epoch has one update
     log = cli_runs.succeed("train", *words)
     return request.param, folder / "checkpoint_last.pt", log.splitlines()[0]
 

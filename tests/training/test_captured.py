@@ -313,7 +313,7 @@ def test_killed_five_times_at_random(data: Path, tmp_path: Path) -> None:
 def test_killed_at_random_while_it_saves(data: Path, tmp_path: Path) -> None:
     """After each kill, every checkpoint file is complete, and the last one is no older than
     before."""
-    flags = {"max_update": 50, "no_save": None, "save_interval_updates": 1, "bf16": True}
+    flags = {"max_update": 30, "no_save": None, "save_interval_updates": 1, "bf16": True}
     flags.update(keep_interval_updates=2, no_epoch_checkpoints=True)
     whole = run(data, tmp_path / "whole", **flags)
     generator, folder, save = random.Random(7), tmp_path / "killed", Writer.save
