@@ -13,11 +13,13 @@ GPU and without CUDA.
 
 With LIGHTSEQ_CUDA_QUICK=1 the build only shows that all units compile and link, and which kernels
 spill registers. Its folder is build/quick, and its library refuses to load where a GPU is in use.
+nvcc reads torch's headers for most of its time, so a quick build compiles several units as one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -42,13 +44,16 @@ ALL_ARCHITECTURES = ("80", "86", "89", "90", "100", "120")
 DEFAULT_ARCHITECTURES = ("80", "90")
 OLDEST_ARCHITECTURE = 80  # bfloat16 on the tensor cores, asynchronous copies
 # Unfinished files of an interrupted build: objects and libraries named after its process ID.
-PARTIAL = re.compile(r"(?:\w+-[0-9a-f]{16}|liblightseq_cu\d+)\.(\d+)(?:\.o)?")
+PARTIAL = re.compile(r"(?:\w+-[0-9a-f]{16}|liblightseq_cu\d+)\.(\d+)(?:\.o|\.cu)?")
 RESOURCES = re.compile(r"ptxas info|Compile time|\s+\d+ bytes stack frame")
 # Units that include this have instructions that only sm_90 has; nvcc calls that target sm_90a.
 WGMMA = '"common/ptx/wgmma.cuh"'
 # Units that take nvcc longest, and whose kernels may spill registers. A quick build does not
 # optimise them; of the others, it optimises the kernels, so that ptxas reports spilled registers.
 UNOPTIMISED = frozenset({"mma_bwd", "mma_fwd", "short_bwd", "wgmma_bwd"})
+# The borders of a unit's unnamed namespace.
+UNNAMED = re.compile(r"^namespace \{$|^\}  // namespace$", re.M)
+FUNCTION = re.compile(r"^(\w[^{}]*\{)$", re.M)  # up to the brace before its body
 # A header that a quick build reads in place of thrust's.
 SHORT_THRUST = ROOT / "csrc" / "common" / "quick" / "thrust" / "complex.h"
 HOPPER = "sm_90"  # the GPU that runs a library built with --acts-as
@@ -283,18 +288,81 @@ def remove_partials(folder: Path) -> None:
                 pass  # the process exists and belongs to another user
 
 
-def included(unit: Path, sources: Path) -> list[Path]:
-    """The headers of the project that a file includes, also those that these include."""
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+def included(unit: Path, *folders: Path) -> tuple[list[Path], set[str]]:
+    """The headers in the folders that a file includes, also those that these include, and the names
+    of the other headers."""
     found: set[Path] = set()
+    others: set[str] = set()
     pending = [unit]
     while pending:
         path = pending.pop()
-        for name in re.findall(r'(?m)^\s*#\s*include\s+"(.+)"', path.read_text()):
-            for header in (path.parent / name, sources / name):
-                if header.is_file() and header not in found:
-                    found.add(header)
-                    pending.append(header)
-    return sorted(found)
+        for name in re.findall(r'(?m)^\s*#\s*include\s+["<](.+)[">]', text_of(path)):
+            places = (folder / name for folder in (path.parent, *folders))
+            header = next(filter(Path.is_file, places), None)
+            if header is None:
+                others.add(name)
+            elif header not in found:
+                found.add(header)
+                pending.append(header)
+    return sorted(found), others
+
+
+@functools.cache
+def names_in(path: Path) -> frozenset[str]:
+    """The identifiers of a file that are not in comments or strings."""
+    return frozenset(re.findall(r"[A-Za-z_]\w*", re.sub(r'//.*|"[^"\n]*"', "", text_of(path))))
+
+
+def groups_of(units: list[Path], folders: list[Path]) -> list[list[Path]]:
+    """Units that a quick build compiles as one.
+
+    A unit that lacks an include does not compile in a real build. So it must not compile here only
+    because units before it have that include: none of its names is only in headers of others.
+    """
+    headers = {unit: included(unit, *folders) for unit in units}
+    groups: list[list[Path]] = []
+
+    def kind(unit: Path) -> tuple[bool, bool, bool]:
+        named = len(UNNAMED.findall(text_of(unit))) == 2
+        return named, WGMMA in text_of(unit), unit.stem in UNOPTIMISED
+
+    def fits(unit: Path, group: list[Path]) -> bool:
+        own, others = headers[unit]
+        known = frozenset[str]().union(*map(names_in, own))
+        foreign = {header for before in group for header in headers[before][0]}.difference(own)
+        return (
+            kind(unit)[0]
+            and all(kind(before) == kind(unit) for before in group)
+            and all(headers[before][1] <= others for before in group)
+            and not any(names_in(header) - known & names_in(unit) for header in foreign)
+        )
+
+    for unit in sorted(units, key=lambda unit: (len(headers[unit][0]), unit)):
+        group = next((group for group in groups if fits(unit, group)), None)
+        if group is None:
+            groups.append([unit])
+        else:
+            group.append(unit)
+    return groups
+
+
+def joined(units: list[Path]) -> str:
+    """One source of several units, each with its unnamed namespace in a namespace ``unit_<stem>``.
+
+    So units may define the same names. The functions after an unnamed namespace use names in it.
+    """
+    parts = []
+    for unit in units:
+        begin, inside, end = UNNAMED.split(text_of(unit))
+        inside = f"namespace unit_{unit.stem} {{ namespace {{{inside}}} }}"
+        end = FUNCTION.sub(rf"\1 using namespace unit_{unit.stem};", end)
+        parts.append(f'#line 1 "{unit.name}"\n{begin}{inside}{end}')
+    return "".join(parts)
 
 
 def compile_sources(
@@ -323,29 +391,46 @@ def compile_sources(
     objects.mkdir(parents=True, exist_ok=True)
     remove_partials(objects)
 
-    def compile_one(unit: Path) -> tuple[Path, BuildError | None]:
-        read = [path.read_bytes() for path in (unit, *included(unit, sources))]
-        hurried = ["--Ofast-compile=max"] if QUICK and unit.stem in UNOPTIMISED else []
+    def compile_one(group: list[Path]) -> tuple[Path, BuildError | None]:
+        first = group[0]
+        headers = {header for unit in group for header in included(unit, sources)[0]}
+        text = text_of(first) if len(group) == 1 else joined(group)
+        hurried = ["--Ofast-compile=max"] if QUICK and first.stem in UNOPTIMISED else []
+        read = [text.encode(), *(path.read_bytes() for path in sorted(headers))]
         parts = [*read, *others, *map(str.encode, hurried)]
-        target = objects / f"{unit.stem}-{fingerprint(parts)}.o"
+        target = objects / f"{first.stem}-{fingerprint(parts)}.o"
         if target.exists():
             return target, None
-        say(f"compiling {unit.name} for sm_{', sm_'.join(architectures)}")
+        names = ", ".join(unit.name for unit in group)
+        say(f"compiling {names} for sm_{', sm_'.join(architectures)}")
         partial = target.with_suffix(f".{os.getpid()}.o")  # an interrupted nvcc leaves no object
+        source = first if len(group) == 1 else partial.with_suffix(".cu")
         try:
-            targets = architecture_flags(architectures, unit.read_text(), acts_as)
+            if source != first:
+                source.write_text(text)
+            targets = architecture_flags(architectures, text, acts_as)
             command = [toolchain.nvcc, *flags, *hurried, *folders, *targets]
-            command += ["-c", str(unit), "-o", str(partial)]
+            command += ["-c", str(source), "-o", str(partial)]
             target.with_suffix(".txt").write_text("\n".join(run_compiler(command)) + "\n")
             partial.replace(target)
         except BuildError as error:
             return target, error
+        finally:
+            if source != first:
+                source.unlink(missing_ok=True)
         return target, None
 
     # The longest first, so that no compiler runs alone at the end.
-    units.sort(key=lambda unit: (unit.stem not in UNOPTIMISED, -unit.stat().st_size, unit.stem))
+    def length(group: list[Path]) -> tuple[bool, int, str]:
+        size = sum(unit.stat().st_size for unit in group)
+        return group[0].stem not in UNOPTIMISED, -size, group[0].stem
+
+    torch = toolchain.torch / "include"
+    groups = groups_of(units, [sources, torch]) if QUICK else [[unit] for unit in units]
     with ThreadPoolExecutor(jobs) as pool:
-        results = sorted(pool.map(compile_one, units), key=lambda result: result[0].name)
+        results = sorted(
+            pool.map(compile_one, sorted(groups, key=length)), key=lambda result: result[0].name
+        )
     if errors := [str(error) for _, error in results if error]:
         raise BuildError("\n\n".join(errors))
     current = {target for target, _ in results}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,63 @@ def test_a_quick_build_optimises_most_kernels_and_leaves_the_library_in_use(tmp_
     code = "import runpy, sys; m = runpy.run_path(sys.argv[1]); print(m['OBJECTS'], m['OUTPUT'])"
     folders = run([sys.executable, "-c", code, BUILD[1]], LIGHTSEQ_CUDA_QUICK="1").stdout.split()
     assert folders == [str(ROOT / "build" / "quick")] * 2
+
+
+UNIT = """#include "common/{header}.cuh"
+namespace lightseq {{
+namespace {{
+
+int value() {{
+  return {value};
+}}
+
+}}  // namespace
+{after}
+}}  // namespace lightseq
+"""
+
+
+def test_a_quick_build_compiles_units_as_one_that_also_compile_alone(tmp_path):
+    """Units before a unit have no header that it uses and does not include."""
+    (tmp_path / "common" / "ptx").mkdir(parents=True)
+    for header, text in {
+        "size": "constexpr int kSize = 1;",
+        "none": "// kSize is another name\nconstexpr int kNone = 2;",
+        "string": "#include <string>\nconstexpr int kString = 3;",
+        "all": '#include "common/none.cuh"\n#include "common/size.cuh"\n#include <string>',
+        "ptx/wgmma": "",
+    }.items():
+        (tmp_path / "common" / f"{header}.cuh").write_text(f"#pragma once\n{text}\n")
+    for stem, header, value in (
+        ("a", "size", "kSize"),
+        ("b_lacks_size", "none", "kSize + kNone"),
+        ("c", "none", "kNone;  // no kSize"),
+        ("d", "string", "0"),
+        ("e_lacks_string", "none", "std::string().size() + kNone"),
+        ("f", "all", "kSize + kNone"),
+        ("short_bwd", "none", "kNone"),
+        ("wgmma", "ptx/wgmma", "0"),
+    ):
+        after = f"int {stem}(\n    int x) {{\n  return value() + x;\n}}\n" if len(stem) < 2 else ""
+        text = UNIT.format(header=header, value=value, after=after)
+        (tmp_path / f"{stem}.cu").write_text(text)
+    (tmp_path / "no_unnamed_namespace.cu").write_text("constexpr int kNone = 2;\n")
+    build = runpy.run_path(BUILD[1])
+    groups = build["groups_of"](sorted(tmp_path.glob("*.cu")), [tmp_path])
+    found = sorted([unit.stem for unit in group] for group in groups)
+    assert found == [
+        ["a", "c", "d", "f"],
+        ["b_lacks_size", "e_lacks_string"],
+        ["no_unnamed_namespace"],
+        ["short_bwd"],
+        ["wgmma"],
+    ]
+    text = build["joined"](next(group for group in groups if len(group) == 4))
+    assert re.findall(r'#line 1 "(\w+).cu"', text) == found[0]
+    assert re.findall(r"using namespace unit_(\w);", text) == found[0]
+    compiler = ["g++", "-fsyntax-only", "-I", str(tmp_path), "-x", "c++", "-"]
+    done = subprocess.run(compiler, input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("given", ["--output", "--objects"])
