@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
@@ -27,6 +28,11 @@ torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
 # Files of tests need not survive a power cut. The product syncs each file that it writes, for which
 # a small run would wait a tenth of its time.
 os.fsync = lambda number: None
+
+# torch describes the stack of each call that seeds a GPU, for an error that may come later: in the
+# deep stacks of tests, for a millisecond of each update.
+for device in (torch.cuda, torch.xpu, torch.mtia):
+    device.traceback = SimpleNamespace(format_stack=list)
 
 LOCK = Path(tempfile.gettempdir()) / f"lightseq-gpu-tests-{os.getuid()}"
 LOCKED = pytest.StashKey[IO[str]]()
