@@ -6,8 +6,11 @@ import json
 import re
 import runpy
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from helpers.building import BUILD, ROOT, needs_nvcc, run
@@ -22,6 +25,49 @@ def in_fresh_python(code: str, *arguments: object) -> str:
     result = run([sys.executable, "-W", "error", "-c", code, *map(str, arguments)])
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+# Imports torch, and forks for each line of its input: code, a file for the output, arguments.
+FORKS = """
+import json, os, sys, traceback
+import torch
+for line in sys.stdin:
+    code, output, *arguments = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        for number, name in ((1, output), (2, f"{output}.errors")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        try:
+            sys.argv[1:] = arguments
+            exec(code, {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def in_fork(tmp_path_factory) -> Iterator[Callable[..., str]]:
+    """As `in_fresh_python`, in a process that has imported torch, but nothing of ours."""
+    output = tmp_path_factory.mktemp("fork") / "output"
+    command = [sys.executable, "-W", "error", "-c", FORKS]
+    with subprocess.Popen(command, text=True, stdin=PIPE, stdout=PIPE) as server:
+
+        def run_code(code: str, *arguments: object) -> str:
+            words = [code, *map(str, (output, *arguments))]
+            server.stdin.write(f"{json.dumps(words)}\n")
+            server.stdin.flush()
+            assert server.stdout.readline() == "0\n", Path(f"{output}.errors").read_text()
+            return output.read_text()
+
+        yield run_code
+        server.stdin.close()
 
 
 # --- Finding ---------------------------------------------------------------------------------
@@ -204,25 +250,23 @@ def test_without_a_library_references_stand_in_and_say_so_once(tmp_path):
     assert status["reason"] in result.stderr
 
 
-def test_a_library_that_does_not_load_is_named(tmp_path):
+def test_a_library_that_does_not_load_is_named(tmp_path, in_fork):
     (tmp_path / "liblightseq_cu13.so").write_text("not a library")
     (tmp_path / "liblightseq_cu13.json").write_text('{"architectures": ["90"]}')
     code = f"import torch; torch.version.cuda = '13.0'\n{STATUS}"
-    status = json.loads(in_fresh_python(code, tmp_path))
+    status = json.loads(in_fork(code, tmp_path))
     assert status["path"] is None
     assert f"{tmp_path}/liblightseq_cu13.so cannot be loaded" in status["reason"]
 
 
 @pytest.mark.parametrize(("gpu", "loads"), [((7, 5), False), ((9, 0), True), (None, True)])
-def test_a_library_for_other_gpus_is_left_alone(tmp_path, gpu, loads):
+def test_a_library_for_other_gpus_is_left_alone(tmp_path, in_fork, gpu, loads):
     (tmp_path / "liblightseq_cu13.so").write_text("not a library, which shows when it is loaded")
     (tmp_path / "liblightseq_cu13.json").write_text('{"architectures": ["80", "90"]}')
     code = (
         f"from lightseq_fairseq.base import library; library._gpu_in_use = lambda: {gpu}\n{STATUS}"
     )
-    status = json.loads(
-        in_fresh_python(f"import torch; torch.version.cuda = '13.0'\n{code}", tmp_path)
-    )
+    status = json.loads(in_fork(f"import torch; torch.version.cuda = '13.0'\n{code}", tmp_path))
     assert status["path"] is None and status["kernels"] == []
     if loads:
         assert "cannot be loaded" in status["reason"]
@@ -231,12 +275,12 @@ def test_a_library_for_other_gpus_is_left_alone(tmp_path, gpu, loads):
 
 
 @pytest.mark.parametrize(("gpu", "said"), [((9, 0), "its kernels are slow"), (None, "cannot be")])
-def test_a_quick_library_runs_on_no_gpu(tmp_path, gpu, said):
+def test_a_quick_library_runs_on_no_gpu(tmp_path, in_fork, gpu, said):
     (tmp_path / "liblightseq_cu13.so").write_text("not a library, which shows when it is loaded")
     (tmp_path / "liblightseq_cu13.json").write_text('{"architectures": ["90"], "quick": true}')
     code = f"from lightseq_fairseq.base import library; library._gpu_in_use = lambda: {gpu}"
     code = f"import torch; torch.version.cuda = '13.0'\n{code}\n{STATUS}"
-    status = json.loads(in_fresh_python(code, tmp_path))
+    status = json.loads(in_fork(code, tmp_path))
     assert status["kernels"] == [] and said in status["reason"]
 
 
@@ -244,7 +288,7 @@ def test_a_quick_library_runs_on_no_gpu(tmp_path, gpu, said):
     ("shown", "said"),
     [("0", "cannot be loaded"), ("1", "GPU in use is sm_80"), ("", "cannot be loaded")],
 )
-def test_the_gpu_that_cuda_shows_decides_and_cuda_stays_untouched(tmp_path, shown, said):
+def test_the_gpu_that_cuda_shows_decides_and_cuda_stays_untouched(tmp_path, in_fork, shown, said):
     (tmp_path / "liblightseq_cu13.so").write_text("not a library, which shows when it is loaded")
     (tmp_path / "liblightseq_cu13.json").write_text('{"architectures": ["90"]}')
     code = f"""
@@ -256,7 +300,7 @@ library.gpus = lambda: [library.Gpu("GPU-a", (8, 0)), library.Gpu("GPU-b", (9, 0
 {STATUS}
 assert not torch.cuda.is_initialized()
 """
-    assert said in json.loads(in_fresh_python(code, tmp_path))["reason"]
+    assert said in json.loads(in_fork(code, tmp_path))["reason"]
 
 
 def test_the_library_does_not_import_the_ops():
