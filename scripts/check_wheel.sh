@@ -17,6 +17,7 @@ objects=build/cuda library=lightseq_fairseq/_lib
 if [ "${LIGHTSEQ_CUDA_QUICK:-}" = 1 ]; then objects=build/quick library=$objects; fi
 mkdir -p "$work/run" "$objects"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 LIGHTSEQ_BUILD=0
+export PIP_NO_COMPILE=no # which pip reads as --no-compile: few modules are imported below
 if compgen -G "$library/*.so" >/dev/null; then LIGHTSEQ_BUILD=1; fi
 
 run() {
