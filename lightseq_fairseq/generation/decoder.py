@@ -118,7 +118,7 @@ class StepDecoder:
         starts = cu_seqlens.cpu().numpy()
         sizes = Sizes(positions, 0, rows, max(rows, len(starts)))
         memory.open(sizes, starts, int(starts[-1]))
-        memory.send()
+        memory.send_rows()
         memory.ancestry.zero_()  # unused rows read it too
         if features is not None:
             memory.keep_source(_keys_and_values(decoder, features))
@@ -128,7 +128,7 @@ class StepDecoder:
         """As `begin`, for a search, after `buffers`; ``encode`` then runs the encoder, or
         ``prefill`` the decoder.
 
-        sizes: the least. The caller writes the rest of ``memory.host`` and calls ``memory.send``.
+        sizes: the least. The caller writes the rest of ``memory.host`` and sends it.
         """
         memory, slots, rows = self.memory, sizes.rows, _room(sizes.rows)
         sizes = sizes._replace(

@@ -69,6 +69,10 @@ class DelayedProgress:
         if self._beside is not None:
             self._of_steps = torch.cuda.current_stream(self._beside.device)
 
+    def step(self) -> None:
+        """Call this after each launch of a step."""
+        self._launched += 1
+
     @property
     def is_delayed(self) -> bool:
         return self._beside is not None
@@ -77,9 +81,8 @@ class DelayedProgress:
         """The number of the newest step of which the host may know, counted from 1, and for each
         slot the number of the step at which its sentence has ended, or an older one: integers.
 
-        Call it once after each step. On a GPU the number is 0 after the first step.
+        On a GPU the number is 0 after the first step.
         """
-        self._launched += 1
         step = self._launched - self.is_delayed
         self._wait(step)
         return step, self._numbers[1:]

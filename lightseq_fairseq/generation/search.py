@@ -199,7 +199,10 @@ class _Search:
         count = min(len(free), source.sentences - self.waiting)
         if self.encoder is None and not is_first:
             count = 1 << (count.bit_length() - 1)  # few graphs, each for a number of prompts
-        begin, end = self.waiting, self.waiting + count
+        begin, self.waiting = self.waiting, self.waiting + count
+        end = self.waiting
+        if self.encoder is not None:  # the GPU reads the source while the host prepares the rest
+            self._encode(is_first)
         slots, sentences = free[:count], np.arange(begin, end)
         numbers = np.zeros((len(OF_SENTENCE), count), np.int64)
         tokens, steps, last_steps, places = numbers
@@ -212,7 +215,6 @@ class _Search:
         # continuations, or all of them when sampling.
         scores = np.full((count, beam), -np.inf, np.float32)
         scores[:, : beam if options.sampled else options.groups] = 0.0
-        self.waiting = end
         self.in_slot[slots], self.began[slots] = sentences, self.launched
         self.steps_ahead[slots] = steps - self.launched
         self.places_ahead[slots] = places - self.launched
@@ -228,12 +230,11 @@ class _Search:
             host["sentences"][:count] = self.in_slot[:count]
             for name, each in zip(OF_SENTENCE, numbers.repeat(beam, 1), strict=True):
                 host[name][rows] = each
+            memory.send_rows()
         else:
             memory.start(slots, self.in_slot[slots], numbers, scores)
         if self.encoder is None:
             self._prefill(part, free if is_first else slots, is_first)
-        else:
-            self._encode(is_first)
         if is_first:  # while the GPU reads the source
             self.steps.progress.begin()
             self.found = [Results(size, beam) for size in self.left]
@@ -267,10 +268,7 @@ class _Search:
         part.write(memory.host)
         if slots is not None:
             memory.host["source_slots"][: len(slots)] = slots
-        if is_first:
-            memory.send()
-        else:
-            memory.send_source()
+        memory.send_source()
 
     def _step(self) -> None:
         """Launch a step, and learn which sentences have ended."""
@@ -290,23 +288,27 @@ class _Search:
             self.run = functools.partial(step.run, self.steps, self.decoder, forced)
         self.steps.launch(self.key, self.run)
         self.launched += 1
-        number, ended_at = self.steps.progress.ended()
-        ended_at = ended_at[: len(self.running)] if self.moved is None else ended_at[self.moved]
+        progress, moved = self.steps.progress, self.moved
+        progress.step()
         self.moved = None
+        if self.launched >= self.next_due:  # while the GPU is busy: no report is needed for this
+            self._free(self.ends_by <= self.launched, self.ends_by, is_reported=False)
+            if not self.count:
+                return
+        number, ended_at = progress.ended()
+        ended_at = ended_at[: len(self.running)] if moved is None else ended_at[moved]
         # A list, since each first use of a numpy function between two steps takes much longer.
-        if self.launched >= self.next_due or number in ended_at.tolist():
-            self._free(number, ended_at == number)
+        if number and number in ended_at.tolist():
+            self._free((ended_at == number) & (self.began < number), number, is_reported=True)
 
-    def _free(self, number: int, is_reported: np.ndarray) -> None:
-        """Free the slots of the sentences that have ended; is_reported: at step ``number``."""
-        reported = self.running & is_reported & (self.began < number)
-        due = self.running & ~reported & (self.ends_by <= self.launched)
-        for ended, steps, is_known in ((reported, number, True), (due, self.ends_by, False)):
-            if ended.any():
-                sentences, lengths = self.in_slot[ended], (self.places_ahead + steps)[ended]
-                self.in_slot[ended] = -1
-                self._end(sentences, lengths, is_known)
-        self._plan()
+    def _free(self, ended: np.ndarray, steps: int | np.ndarray, is_reported: bool) -> None:
+        """Free the slots whose sentences have ``ended``, after so many steps."""
+        ended = ended & self.running
+        if ended.any():
+            sentences, lengths = self.in_slot[ended], (self.places_ahead + steps)[ended]
+            self.in_slot[ended] = -1
+            self._end(sentences, lengths, is_reported)
+            self._plan()
 
     def _end(self, sentences: np.ndarray, lengths: np.ndarray, is_reported: bool) -> None:
         """These sentences have ended: fetch the results of a batch that is complete.

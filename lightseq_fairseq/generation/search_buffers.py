@@ -71,7 +71,8 @@ class SearchBuffers:
             sentences in it. source_slots: int32 [.], the slot of each prompt.
         columns: int32 [., S], row of ``source`` for each padded source position, -1 at pads.
         progress: int32, see ``ops.beam_advance.Progress``.
-        host: name -> numpy array on the host; ``send`` copies each to the tensor of that name.
+        host: name -> numpy array on the host; ``send_source`` copies the parts of the source to the
+            tensors of these names, ``send_rows`` the others.
         rng: int64 [2], for sampling.
         blocked: int32 [.], the tokens that no result has.
         moved: whether any tensor was reallocated since the user last set this to False.
@@ -127,8 +128,7 @@ class SearchBuffers:
         # Rounded up, so that a slightly larger search needs no new allocation.
         flat = self.take("source", power(read) * self.reads_source * numbers, self.dtype)
         self.source = flat.view(len(flat) // numbers, self.layers, 2, self.width)
-        self.lengths.zero_()
-        self.next_source()
+        self._stage()
         self.host["sentences"].fill(-1)
         self.host["cu_seqlens"].fill(cu_seqlens[-1])
         self.host["cu_seqlens"][: len(cu_seqlens)] = cu_seqlens
@@ -137,18 +137,24 @@ class SearchBuffers:
         """Memory of the host for ``size`` numbers, which the device can copy."""
         return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
-    def send(self) -> None:
-        """Copy ``host`` to the device; called once per search."""
-        self._block.copy_(self._sent, non_blocking=True)
+    def send_rows(self) -> None:
+        """Copy ``host`` without the parts of the source to the device; called once per search."""
+        start = self._start_of_source
+        self._block[:start].copy_(self._sent[:start], non_blocking=True)
+        self.lengths.zero_()
 
     def send_source(self) -> None:
-        """Copy the next part of the source to the device, after `next_source` and a change of
-        ``host``."""
-        start = self._places[_OF_SOURCE[0]].start
+        """Copy the part of the source to the device; call `next_source` before the next part."""
+        start = self._start_of_source
         self._block[start:].copy_(self._sent[start:], non_blocking=True)
 
     def next_source(self) -> None:
-        """Make the host's memory new for the next part of the source."""
+        """Make the host's memory new for the next part of the source; the rest stays."""
+        before, start = self._sent, self._start_of_source
+        self._stage()
+        self._sent[:start] = before[:start]
+
+    def _stage(self) -> None:
         self._sent = self._staged(len(self._block))
         block = self._sent.numpy()
         block.fill(0)  # numpy uses this thread only; waking torch's threads would take longer
@@ -256,6 +262,7 @@ class SearchBuffers:
             name: slice(start, start + size)
             for name, start, size in zip(_IN_BLOCK, starts, lengths, strict=True)
         }
+        self._start_of_source = self._places[_OF_SOURCE[0]].start
         self._block = self.take("block", power(end), torch.int32)[:end]
         for name, part in self._parts_of(self._block, torch.float32).items():
             setattr(self, name, part)

@@ -17,6 +17,7 @@ def test_the_slots_of_sentences_that_have_ended() -> None:
         for step, slots in enumerate(([], [3, 1], [], [0]), 1):
             progress.reports[[1 + slot for slot in slots]] = step
             progress.reports[0] = step
+            progress.step()
             number, ended_at = progress.ended()
             assert number == step and (ended_at == step).nonzero()[0].tolist() == sorted(slots)
 
@@ -32,7 +33,9 @@ def test_a_step_that_has_not_reported() -> None:
     progress = DelayedProgress(torch.device("cpu"))
     progress.begin()
     progress.reports[0] = 1
+    progress.step()
     assert progress.ended()[0] == 1
     progress.begin()  # steps of the search before must not count for this one
+    progress.step()
     with pytest.raises(RuntimeError, match="after 1 steps of a search, the last one has not rep"):
         progress.ended()

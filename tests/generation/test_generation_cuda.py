@@ -242,14 +242,19 @@ def test_reports_are_waited_for() -> None:
         stream.synchronize()
         assert not progress.reports.any()  # no copy is running any more
         step(1, 4)
+        progress.step()
         assert progress.ended()[0] == 0 and not stream.query()
         step(2, 6)
+        progress.step()
         number, ended_at = progress.ended()
         assert number == 1 and ended_at[4] == 1 and not stream.query()
     step(3, 0)
+    progress.step()
     number, ended_at = progress.ended()
     assert number == 2 and ended_at[6] == 2
+    progress.step()
     assert progress.ended()[0] == 3
+    progress.step()
     with pytest.raises(RuntimeError, match="after 4 steps of a search, the last one has not rep"):
         progress.ended()
 

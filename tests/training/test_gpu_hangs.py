@@ -59,7 +59,9 @@ def test_a_step_of_a_search_that_does_not_end(is_impatient: None) -> None:
     progress = DelayedProgress(torch.device("cpu"))
     progress.begin()
     progress._beside = progress._of_steps = Work(None)  # type: ignore[assignment]
+    progress.step()
     assert progress.ended()[0] == 0  # the first step has not reported, and need not
+    progress.step()
     with pytest.raises(GPUHangs):
         progress.ended()
 
