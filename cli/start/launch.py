@@ -22,6 +22,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from lightseq_fairseq import cli
+from lightseq_fairseq.base import output
 from lightseq_fairseq.base.errors import GPUHangs, StoppedBySignal
 from lightseq_fairseq.cli.checks import Request, messages, parsing
 from lightseq_fairseq.cli.checks.failures.cause import Cause
@@ -44,7 +45,8 @@ class Interrupted(CommandError):
         super().__init__(program, sentence, 128 + number)
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"{self.program}: {self.format_message()}", file=file, err=file is None)
+        with output.may_be_unread():
+            click.echo(f"{self.program}: {self.format_message()}", file=file, err=file is None)
 
 
 class Abandoned(CommandError):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 # A second one ends the process at once.
@@ -15,7 +15,7 @@ AT_ONCE = (signal.SIGTERM, signal.SIGINT)
 SAME = 1.0
 
 
-@contextmanager
+@contextlib.contextmanager
 def handled(by: Callable[[int, Any], None] | signal.Handlers, *numbers: int) -> Iterator[None]:
     """Within the block, these signals have the handler ``by``; afterwards, that of before.
 
@@ -42,4 +42,7 @@ def usual(number: int) -> Any:
 def tell_user(number: int) -> None:
     """Say what Ctrl-C does. It may arrive within a print, so a handler must not print."""
     if number == signal.SIGINT:
-        os.write(2, b"\nCtrl-C: ending with this update and saving; Ctrl-C again ends at once\n")
+        with contextlib.suppress(OSError):  # nobody may read it: Ctrl-C also ends `| tee log`
+            os.write(
+                2, b"\nCtrl-C: ending with this update and saving; Ctrl-C again ends at once\n"
+            )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from fairseq.file_io import PathManager
 
-from lightseq_fairseq.base import files
+from lightseq_fairseq.base import files, output
 from lightseq_fairseq.base.errors import GPUHangs
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
@@ -73,6 +73,7 @@ def main(original: Callable[..., None], cfg: Any, *arguments: Any, **keywords: A
         return stops or STOPPING.reason is not None
 
     with (
+        output.may_be_unread(),
         STOPPING.handled(),
         ranks.watched(),
         no_loading_left(),

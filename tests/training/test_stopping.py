@@ -309,6 +309,31 @@ if __name__ == "__main__":
 """
 
 
+def started(binarised: Path, tmp_path: Path, how: str, stderr: int) -> subprocess.Popen[str]:
+    """A training of 1000000 updates; how: alone, native, or with two spawned ranks."""
+    (tmp_path / "script.py").write_text(SPAWNING)
+    words = {"alone": [], "native": ["--native"], "spawned": [*shlex.split(RANKS)]}[how]
+    program = (
+        [str(tmp_path / "script.py")] if how == "spawned" else ["-m", "lightseq_fairseq.cli.train"]
+    )
+    return subprocess.Popen(
+        [sys.executable, *program, str(binarised), "--arch", "ls_transformer_tiny",
+         "--save-dir", str(tmp_path / "save"), *cli_runs.SMALL, *words, "--max-update", "1000000",
+         "--disable-validation", "--log-interval", "1", "--save-interval", "1000000",
+         "--num-workers", "1"],
+        stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
+        # Two threads of OpenMP, so that each process has several threads.
+        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONFAULTHANDLER": "1"},
+    )  # fmt: skip
+
+
+def wait_for_updates(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if re.search("num_updates[ =]+[3-9]", line):
+            return
+
+
 @pytest.mark.parametrize(
     ("how", "number", "to_all"),
     [
@@ -324,25 +349,9 @@ if __name__ == "__main__":
 def test_the_launcher_says_so(
     binarised: Path, tmp_path: Path, how: str, number: signal.Signals, to_all: bool
 ) -> None:
-    (tmp_path / "script.py").write_text(SPAWNING)
-    words = {"alone": [], "native": ["--native"], "spawned": [*shlex.split(RANKS)]}[how]
-    program = (
-        [str(tmp_path / "script.py")] if how == "spawned" else ["-m", "lightseq_fairseq.cli.train"]
-    )
-    process = subprocess.Popen(
-        [sys.executable, *program, str(binarised), "--arch", "ls_transformer_tiny",
-         "--save-dir", str(tmp_path / "save"), *cli_runs.SMALL, *words, "--max-update", "1000000",
-         "--disable-validation", "--log-interval", "1", "--save-interval", "1000000",
-         "--num-workers", "1"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        # Two threads of OpenMP, so that each process has several threads.
-        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONFAULTHANDLER": "1"},
-    )  # fmt: skip
+    process = started(binarised, tmp_path, how, subprocess.PIPE)
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if re.search("num_updates[ =]+[3-9]", line):
-                break
+        wait_for_updates(process)
         second = cli_runs.run("train", binarised, "--arch", "ls_transformer_tiny",
                               "--save-dir", tmp_path / "save", *cli_runs.SMALL)  # fmt: skip
         # To all processes, as batch systems do, or only to the first one.
@@ -366,3 +375,22 @@ def test_the_launcher_says_so(
     assert sorted(os.listdir(tmp_path / "save")) == ["checkpoint_last.pt", FILE]
     assert second.exit_code == 2
     assert f"Another training run writes to {tmp_path / 'save'} (process " in second.stderr
+
+
+@pytest.mark.parametrize("how", ["alone", "spawned"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_reader_of_the_output_has_ended(
+    binarised: Path, tmp_path: Path, how: str, number: signal.Signals
+) -> None:
+    """As after Ctrl-C in ``lightseq-train ... 2>&1 | tee log``, which ends tee, too."""
+    process = started(binarised, tmp_path, how, subprocess.STDOUT)
+    try:
+        wait_for_updates(process)
+        assert process.stdout is not None
+        process.stdout.close()
+        os.killpg(process.pid, number)
+        assert process.wait(timeout=100) == 128 + number
+    finally:
+        process.kill()
+    torch.load(tmp_path / "save/checkpoint_last.pt", weights_only=False)
+    assert sorted(os.listdir(tmp_path / "save")) == ["checkpoint_last.pt", FILE]
