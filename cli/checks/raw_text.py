@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 from lightseq_fairseq.base import tokenizer
 from lightseq_fairseq.cli.checks import Request
@@ -16,8 +16,5 @@ def known_tokenizer(request: Request) -> None:
     folders = utils.split_paths(getattr(args, "data", None) or "")
     if args.bpe is not None or args.tokenizer is not None or not folders:
         return
-    folder = os.path.join(folders[0], tokenizer.FOLDER)
-    if os.path.isfile(os.path.join(folders[0], tokenizer.JSON)):  # the folder of an import
-        folder = folders[0]
-    if os.path.isdir(folder):
-        args.bpe, args.tokenizer_folder = "tokenizer_folder", folder
+    if (folder := tokenizer.in_data(Path(folders[0]))) is not None:
+        args.bpe, args.tokenizer_folder = "tokenizer_folder", str(folder)

@@ -91,6 +91,20 @@ def of_folder(folder: Path, side: str) -> Tokenizer:
     return Tokenizer(models[0])
 
 
+def kept(data: Path) -> Path | None:
+    """The folder in which lightseq-preprocess has put the tokenizer of a data folder, or None.
+
+    The sentences of classes are in input0.
+    """
+    places = (data / FOLDER, data / "input0" / FOLDER)
+    return next((place for place in places if place.is_dir()), None)
+
+
+def in_data(data: Path) -> Path | None:
+    """The folder with the tokenizer of a data folder or of the folder of an import, or None."""
+    return data if (data / JSON).is_file() else kept(data)
+
+
 class _HuggingFace:
     """A tokenizer.json."""
 

@@ -36,8 +36,7 @@ def write(
     Raises:
         UserError: there is no tokenizer that computes the same, or a package is missing.
     """
-    places = (data / tokenizer.FOLDER, data / "input0" / tokenizer.FOLDER)  # of classifiers
-    folder = next((place for place in places if place.is_dir()), None)
+    folder = tokenizer.kept(data)
     if folder is None:
         raise UserError(
             f"{data} has no tokenizer: its text was split before lightseq-preprocess. For a "

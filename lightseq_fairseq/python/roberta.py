@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightseq_fairseq.base import tokenizer
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request, messages
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from lightseq_fairseq.python.roberta_interface import RobertaInterface
 
 _WHOLE_WORDS = ("subword_nmt", "fastbpe")  # bpe: tokens that begin a word have no mark
-_BY_DICTIONARY = "by the dictionary"
+_BY_DATA = "by the data"
 # Options of `Translator` that a RoBERTa does not have, and what to do instead.
 _NO_OPTION = {
     "fp16": "call half() of the model",
@@ -48,7 +50,7 @@ class RobertaModel:
         model_name_or_path: StrPath,
         checkpoint_file: StrPath | None = None,
         data_name_or_path: StrPath | None = None,
-        bpe: str | None = _BY_DICTIONARY,
+        bpe: str | None = _BY_DATA,
         *,
         device: Device = None,
         **options: Any,
@@ -68,7 +70,8 @@ class RobertaModel:
                 relative to the first folder. None: the first folder if it has them, or else the
                 folder that the model was trained on.
             bpe: fairseq's name of the subwords; with None, methods take numbers of tokens only. By
-                default gpt2 if the dictionary has the numbers of GPT-2, else None.
+                default the tokenizer that the data have, as in `Translator`; if there is none, gpt2
+                if the dictionary has the numbers of GPT-2, else None.
             device: as in `Translator.from_pretrained`; None: the CPU, as in fairseq.
             options: settings of the model, the task and the subwords to override, as in fairseq.
 
@@ -90,7 +93,7 @@ class RobertaModel:
             _text, (model_name_or_path, checkpoint_file, data_name_or_path)
         )  # fmt: skip
         assert folder is not None
-        if bpe not in (None, _BY_DICTIONARY, *BPE_REGISTRY):
+        if bpe not in (None, _BY_DATA, *BPE_REGISTRY):
             names = ", ".join(sorted(BPE_REGISTRY))
             raise UserError(
                 f"There are no subwords named {bpe}: set bpe to None or to one of {names}."
@@ -98,10 +101,10 @@ class RobertaModel:
         # fairseq also takes the names of its own models, and URLs.
         if "://" in folder or folder in Native.hub_models():
             file, data = file or "model.pt", data or "."
-            bpe = "gpt2" if bpe == _BY_DICTIONARY else bpe
+            bpe = "gpt2" if bpe == _BY_DATA else bpe
         else:
             folder, file, data = _places(folder, file, data, options)
-            bpe = _subwords(bpe, data)
+            bpe = _subwords(bpe, data, options)
         _check_files(options)
         if bpe == "gpt2":
             _require("requests", "regex")
@@ -201,8 +204,10 @@ def _check_options(options: Iterable[str], trained: set[str]) -> None:
             raise UserError(f"RobertaModel has no option {name}: {hint}")
 
 
-def _subwords(bpe: str | None, data: str) -> str | None:
+def _subwords(bpe: str | None, data: str, options: dict[str, Any]) -> str | None:
     """The subwords of a model whose dictionaries are in the folder ``data``.
+
+    If they are those of the tokenizer in this folder, it becomes one of the ``options``.
 
     Raises:
         UserError: they are GPT-2's, but the dictionary is not.
@@ -215,11 +220,15 @@ def _subwords(bpe: str | None, data: str) -> str | None:
         raise UserError(
             f'The dictionary in {data} has no numbers of GPT-2\'s subwords: instead of bpe="gpt2", '
             'pass bpe="subword_nmt" with bpe_codes, bpe="sentencepiece" with sentencepiece_model, '
-            "or bpe=None."
+            'bpe="tokenizer_folder" with tokenizer_folder, or bpe=None.'
         )
-    if bpe == _BY_DICTIONARY:
-        return "gpt2" if is_gpt2 else None
-    return bpe
+    if bpe != _BY_DATA:
+        return bpe
+    folder = options.get("tokenizer_folder") or tokenizer.in_data(Path(data))
+    if folder is not None and options.get("tokenizer") is None:
+        options["tokenizer_folder"] = str(folder)
+        return "tokenizer_folder"
+    return "gpt2" if is_gpt2 else None
 
 
 def _require(*packages: str) -> None:

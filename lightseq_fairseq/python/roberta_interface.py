@@ -17,8 +17,10 @@ from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 
 _MASK = "<mask>"
 _WITHOUT = (
-    "This model was loaded without subwords, so it takes only numbers of tokens: pass bpe, for "
-    'example bpe="subword_nmt" with bpe_codes, to from_pretrained().'
+    "This model was loaded without subwords, so it takes only numbers of tokens: in "
+    "from_pretrained(), use data of lightseq-preprocess --sentencepiece or --hf-tokenizer without "
+    'bpe, or pass bpe="tokenizer_folder" with tokenizer_folder, bpe="sentencepiece" with '
+    'sentencepiece_model, bpe="subword_nmt" with bpe_codes, or bpe="gpt2".'
 )
 
 

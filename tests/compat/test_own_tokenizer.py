@@ -19,6 +19,7 @@ from helpers.raw_text import tokenizers, transformers
 from fairseq.data import Dictionary, data_utils
 
 from lightseq_fairseq import LanguageModel, RobertaModel, Translator
+from lightseq_fairseq.base.errors import UserError
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
 pytest.importorskip("google.protobuf", reason="protobuf is not installed")
@@ -191,10 +192,7 @@ def test_classifier(kind: str, text: Path, tmp_path: Path) -> None:
     succeed("train", data, *train.split(), *SMALL_ROBERTA, "--save-dir", run)
     assert "tokenizer" not in export(run, home)
     theirs = transformers.AutoTokenizer.from_pretrained(home)
-    ours = RobertaModel.from_pretrained(
-        run, "checkpoint_last.pt", data, bpe="tokenizer_folder",
-        tokenizer_folder=str(data / "input0/tokenizer"),
-    ).eval()  # fmt: skip
+    ours = RobertaModel.from_pretrained(run).eval()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(home).eval()
     for line in texts(text / "test.de"):
         ids = theirs(line, return_tensors="pt")
@@ -213,10 +211,8 @@ def test_masked_words(text: Path, tmp_path: Path) -> None:
     train = "--task masked_lm --arch ls_roberta"
     succeed("train", data, *train.split(), *SMALL_ROBERTA, "--save-dir", run)
     assert "tokenizer" not in export(run, home)
-    folder = str(data / "tokenizer")
-    ours = RobertaModel.from_pretrained(
-        run, "checkpoint_last.pt", data, bpe="tokenizer_folder", tokenizer_folder=folder
-    ).eval()
+    file = run / "checkpoint_best.pt"
+    ours = RobertaModel.from_pretrained(file).eval()
     fill = transformers.pipeline("fill-mask", str(home), top_k=3)
     for line in ("Ko mi <mask> ru te.", "<mask> ko", "Ko <mask>"):
         found = [(each["score"], each["token"]) for each in fill(line)]
@@ -224,6 +220,30 @@ def test_masked_words(text: Path, tmp_path: Path) -> None:
         words = ours.task.source_dictionary
         for (score, token), (_, probability, _) in zip(found, expected, strict=True):
             assert score == pytest.approx(probability, rel=1e-4), (line, words[token])
+
+
+def test_roberta_finds_the_tokenizer(text: Path, tmp_path: Path) -> None:
+    """Its own arguments come first; data without a tokenizer need them."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    preprocess(FILES["unigram"](text, tmp_path), text, data, "--only-source", of=".de")
+    train = "--task masked_lm --arch ls_roberta"
+    succeed("train", data, *train.split(), *SMALL_ROBERTA, "--save-dir", run)
+    pieces = RobertaModel.from_pretrained(run).bpe.encode("Ko mi")
+    assert "\u2581" in pieces
+    letters = RobertaModel.from_pretrained(run, data, bpe="characters")
+    assert letters.bpe.encode("Ko mi") == "K o \u2581 m i"
+    sp = str(tmp_path / "sp.model")
+    named = RobertaModel.from_pretrained(run, bpe="sentencepiece", sentencepiece_model=sp)
+    assert type(named.bpe).__name__ == "SentencepieceBPE" and named.bpe.encode("Ko mi") == pieces
+    without = RobertaModel.from_pretrained(run, bpe=None)
+    with pytest.raises(UserError, match=r"nothing has no tokenizer that can be read"):
+        RobertaModel.from_pretrained(run, tokenizer_folder=str(tmp_path / "nothing"))
+    (data / "tokenizer").rename(tmp_path / "kept")
+    moved = RobertaModel.from_pretrained(run, tokenizer_folder=tmp_path / "kept")
+    assert moved.bpe.encode("Ko mi") == pieces
+    for model in (without, RobertaModel.from_pretrained(run)):
+        with pytest.raises(UserError, match=r"--sentencepiece or --hf-tokenizer .*gpt2"):
+            model.encode("Ko mi")
 
 
 def lacking(run: Path, home: Path) -> str:
