@@ -144,7 +144,7 @@ def run_decoder(
     layers: Iterable[DecoderParts], last_norm: Norm | None, x: Tensor | Input,
     encoder_out: Tensor | Input, target: Segments, source: Segments, rng: Tensor,
     causal: bool = True, checkpoint_activations: bool = False,
-    attention: list[Tensor] | None = None, attention_of: int = -1,
+    attention: list[Tensor] | None = None, attention_of: int = 0,
 ) -> Tensor:  # fmt: skip
     """Run a stack on x [T, C] with cross attention to encoder_out [T_src, C_enc]; returns [T, C].
 
@@ -152,13 +152,15 @@ def run_decoder(
     causal: a target token attends only to itself and to earlier target tokens.
     checkpoint_activations: see ``run_encoder``.
     attention: a list to which the cross-attention weights [H, B, L, S] of the layer
-        ``attention_of`` are appended, before dropout.
+        ``attention_of`` are appended, before dropout; as in fairseq, none if fewer layers run.
     """
     stack = list(layers)
     inputs = Input.of(x), Input.of(encoder_out)
     if not stack:
         return run_encoder([], last_norm, inputs[0].x, target, rng)
     memory = memory_weight(stack, rng)
+    if attention_of >= len(stack):  # --decoder-layerdrop has dropped layers
+        attention = None
     sublayers = [
         layer.sublayers(target, source, rng, causal, memory, place)
         for place, layer in enumerate(stack)

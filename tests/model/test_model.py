@@ -6,13 +6,16 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import helpers.parity as parity
 import pytest
 import torch
 from fairseq.models import ARCH_MODEL_INV_REGISTRY
+from fairseq.modules import LayerDropModuleList
 from helpers.parity import LS, NATIVE, PAD, command_line
 from torch import Tensor
 
@@ -223,6 +226,26 @@ def test_dropout_acts_in_training_and_follows_the_seed(corpus: Path) -> None:
     assert not torch.equal(first[0], outputs(2)[0])
     model.eval()
     assert torch.equal(*outputs(1))
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_layers_that_are_dropped(corpus: Path, kept: int) -> None:
+    """Attention is of the last layer; as in fairseq there is none if fewer layers run."""
+    ours, native, inputs = pair(corpus, decoder_layers=2, decoder_layerdrop=0.5, dropout=0)
+    real = inputs["prev_output_tokens"].ne(PAD)
+
+    def layers(self: LayerDropModuleList) -> Iterator[Any]:
+        return iter([*self._modules.values()][:kept])
+
+    with mock.patch.object(LayerDropModuleList, "__iter__", layers):
+        (found, its), (expected, attention) = (
+            (logits[real], extra["attn"][0])
+            for logits, extra in (model.train()(**inputs) for model in (ours, native))
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (its is None) == (attention is None) == (kept < 2)
+    if its is not None:
+        torch.testing.assert_close(its[real], attention[real], rtol=1e-5, atol=1e-5)
 
 
 def test_every_place_drops_by_its_own_bits(corpus: Path) -> None:
