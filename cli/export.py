@@ -45,7 +45,8 @@ QUANTIZATIONS = (
 @click.option(
     "--tokenizer", metavar="FOLDER", type=click.Path(path_type=Path),
     help="Folder of transformers whose tokenizer the model uses, with --to huggingface: its files "
-    "are copied  [default: the one that lightseq-preprocess has put beside the dictionaries]",
+    "are copied  [default: the one that lightseq-preprocess or lightseq-import has put beside the "
+    "dictionaries]",
 )  # fmt: skip
 def main(
     source: Path, to: str, output: Path | None, force: bool, data: str | None,
@@ -81,7 +82,7 @@ def main(
             export.find_dictionaries(trained, data)
         export.to_fairseq(trained, output)
     elif to == "huggingface":
-        why = to_huggingface.write(trained, output, data, tokenizer)
+        why = to_huggingface.write(trained, output, data, tokenizer, source.parent)
     elif to == "peft":
         to_peft.write(trained, output)
     else:

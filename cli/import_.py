@@ -107,9 +107,16 @@ def _hugging_face(
         words = f"--hf-tokenizer {output}"
     languages_of = [known.languages for known in vocabularies.values()]
     task = imported.flags.format(folder=output, languages=",".join(languages_of[0]))
+    preprocess = "lightseq-preprocess ..."
+    if args.task in ("masked_lm", "language_modeling"):
+        preprocess = "lightseq-preprocess --only-source ..."
+    if imported.classes:
+        words += " --destdir DATA/input0"
+        if "--regression-target" not in task:
+            words += f"\n{preprocess} --destdir DATA/label"
     click.echo(
         f"wrote {output}; to train it further:\n"
-        f"lightseq-preprocess ... {words}\n"
+        f"{preprocess} {words}\n"
         f"lightseq-train DATA --arch ls_{args.arch.removeprefix(PREFIX)}{task} "
         f"--finetune-from-model {output / 'model.pt'}"
     )

@@ -37,6 +37,12 @@ from lightseq_fairseq.checkpoints.vocabulary import Vocabulary, read_json
 Tensors = dict[str, Tensor]
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SIDES = ("source", "target")
+# The setting of the number of positions, and the tokens of a block in a run without that flag.
+_POSITIONS = {
+    "masked_lm": ("max_positions", 512),
+    "language_modeling": ("max_target_positions", 1024),
+}
+_CLASSES = "classification_heads.sentence_classification_head.out_proj.weight"
 _INDEX = ".index.json"
 _NEVER = -1e4  # the bias of a logit; not infinite, because label smoothing reads all logits
 
@@ -47,11 +53,14 @@ class Imported(NamedTuple):
     Attributes:
         state: the checkpoint.
         vocabularies: of "source" and, if it is another one, of "target".
-        flags: as in the record, of a model that knows languages; else empty.
+        classes: of the classification head; 0 without one.
+        flags: of lightseq-train for the task of the model; empty for pairs without languages. The
+            caller fills in {folder} and {languages}.
     """
 
     state: dict[str, Any]
     vocabularies: dict[str, Vocabulary]
+    classes: int
     flags: str
 
 
@@ -111,8 +120,25 @@ def to_native(
     digests = dictionaries.digests(SimpleNamespace(**loaded))
     if record.task == "translation" and record is not counterparts.MBART:  # which needs --langs
         args.generation = generation_settings.of_folder(place, record, known)
-    flags = f" {record.flags}" if known["source"].languages else ""
-    return Imported(saving.without_optimizer(args, model, digests), known, flags)
+    classes = len(model.get(_CLASSES, ()))
+    flags = _flags(record, args, config, classes) if not known["source"].languages else record.flags
+    flags = f" {flags}" if flags else ""
+    return Imported(saving.without_optimizer(args, model, digests), known, classes, flags)
+
+
+def _flags(record: Counterpart, args: Namespace, config: dict[str, Any], classes: int) -> str:
+    """Flags of lightseq-train for the task of a model without languages."""
+    if classes:
+        # `transformers` trains a head of one output on numbers, too.
+        numbers = classes == 1 or config.get("problem_type") == "regression"
+        flags = f"--task sentence_prediction --num-classes {classes}"
+        return f"{flags} --regression-target" if numbers else flags
+    if record.task not in _POSITIONS:  # translation, the default
+        return ""
+    setting, usual = _POSITIONS[record.task]
+    positions = getattr(args, setting)
+    flags = f"--task {record.task}"
+    return f"{flags} --tokens-per-sample {positions}" if positions < usual else flags
 
 
 def parameters(record: Counterpart, folder: Path) -> Tensors:

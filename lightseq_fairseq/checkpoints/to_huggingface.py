@@ -7,8 +7,9 @@ import json
 import os
 import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fairseq.data import Dictionary
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lightseq_fairseq.base import dictionaries, families, files
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.base.tokenizer import FOLDER, is_unnamed
+from lightseq_fairseq.base.tokenizer import JSON, is_unnamed, kept
 from lightseq_fairseq.checkpoints import (
     counterparts,
     from_huggingface,
@@ -42,15 +43,41 @@ _FIRST_WORDS = {
 }
 
 
-def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | None) -> str | None:
+class _Plan(NamedTuple):
+    """What the model becomes with the tokenizer of a folder, or with fairseq's rows.
+
+    Attributes:
+        tokenizer: the folder; None: fairseq's rows.
+        record, kind: of the model, and its model_type.
+        like: the config.json of the folder; {} if it has none.
+        args, weights: options and parameters of the model, under fairseq's names.
+        rows: of each side, as `_their_rows` returns them.
+        whole: the parameters of the folder, if it has rows that the model lacks.
+    """
+
+    tokenizer: Path | None
+    record: Counterpart
+    kind: str
+    like: dict[str, Any]
+    args: Namespace
+    weights: Tensors
+    rows: dict[str, list[int | None]]
+    whole: Tensors
+
+
+def write(
+    trained: Trained, output: Path, data: str | None, tokenizer: Path | None, beside: Path
+) -> str | None:
     """Write the folder ``output``, which ``AutoModel.from_pretrained`` loads.
 
     Args:
         data: the folder with the dictionaries; None for the folder named in the checkpoint.
         tokenizer: a folder of `transformers` with the tokenizer, whose files are copied, and whose
             rows the embedding gets. Rows of words that the dictionary lacks are those of the
-            weights in this folder. None: the folder's that the data folder has; without one, rows
-            have fairseq's order, and the tokenizer is made of the file that the data folder has.
+            weights in this folder. None: the folder's that the data folder has, or that of an
+            import; without one, rows have fairseq's order, and the tokenizer is made of the file
+            that the data folder has.
+        beside: the folder of the checkpoint. If it is an import's, it has the tokenizer.
 
     Returns:
         Why the folder has no tokenizer; None if it has one.
@@ -64,29 +91,18 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
 
     places = str(data or settings_of(trained.checkpoint, "task").get("data") or ".")
     of_run = Path(places.partition(os.pathsep)[0])
-    tokenizer = tokenizer or _of_data(of_run)
-    like = {}
-    if tokenizer is not None and (tokenizer / "config.json").exists():
-        like = read_json(tokenizer / "config.json")
-    args = copy.copy(trained.args)
-    with_positions(args, trained.model)
-    weights = trained.model.state_dict()
-    preferred = like.get("model_type")
-    if trained.family is families.LANGUAGE_MODEL and preferred not in counterparts.XGLM.types:
-        _use_embeddings_of_gpt2(args, weights)
-    record, kind = matching.of_settings(trained.family, args, preferred)
     words = _words(trained, data)
-    for name, side in record.tables.items():
-        if name in weights and len(weights[name]) != len(words[side]):
-            raise UserError(
-                f"The dictionary has {len(words[side])} words, but the model has "
-                f"{len(weights[name])}: set --data to the folder with the run's dictionaries."
-            )
-    rows = {side: _their_rows(words[side], record, side, tokenizer) for side in record.sides}
-    whole: Tensors = {}
-    if tokenizer is not None and any(None in order for order in rows.values()):
-        whole = _whole(record, tokenizer, weights)
-    labels = _labels(weights, words.get("label"))
+    why = None
+    given = tokenizer or _of_data(of_run)
+    imported = None if given else _of_import(of_run, beside)
+    try:
+        plan = _plan(trained, words, given or imported)
+    except UserError as error:
+        if imported is None:
+            raise
+        plan, why = _plan(trained, words, None), str(error)
+    tokenizer, record, kind, like, args, weights, rows, whole = plan
+    labels = _labels(weights, words.get("label"), like)
     config = {
         **{name: value for name, value in like.items() if name != "torch_dtype"},
         **matching.config(record, args),
@@ -103,7 +119,6 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     if len(rows) > 1 and all(languages):
         config["langs"] = languages
     model = _theirs(record, weights, rows, whole, config)
-    why = None
     with files.placed(output) as place:
         place.mkdir()
         for path in vocabulary.files_of(tokenizer) if tokenizer else ():
@@ -111,7 +126,7 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
         for side in record.sides if tokenizer else ():
             named = ["" if row is None else words[side][row] for row in rows[side]]
             vocabulary.add(place, record, named)
-        if tokenizer is None:
+        if tokenizer is None and why is None:
             try:
                 own_tokenizer.write(place, of_run, args, words, args.max_positions)
             except UserError as error:
@@ -126,6 +141,38 @@ def write(trained: Trained, output: Path, data: str | None, tokenizer: Path | No
     return why
 
 
+def _plan(trained: Trained, words: dict[str, list[str]], tokenizer: Path | None) -> _Plan:
+    """What the model becomes.
+
+    Args:
+        words: of the dictionaries, in the order of their rows.
+
+    Raises:
+        UserError: as `write`.
+    """
+    like = {}
+    if tokenizer is not None and (tokenizer / "config.json").exists():
+        like = read_json(tokenizer / "config.json")
+    args = copy.copy(trained.args)
+    with_positions(args, trained.model)
+    weights = trained.model.state_dict()
+    preferred = like.get("model_type")
+    if trained.family is families.LANGUAGE_MODEL and preferred not in counterparts.XGLM.types:
+        _use_embeddings_of_gpt2(args, weights)
+    record, kind = matching.of_settings(trained.family, args, preferred)
+    for name, side in record.tables.items():
+        if name in weights and len(weights[name]) != len(words[side]):
+            raise UserError(
+                f"The dictionary has {len(words[side])} words, but the model has "
+                f"{len(weights[name])}: set --data to the folder with the run's dictionaries."
+            )
+    rows = {side: _their_rows(words[side], record, side, tokenizer) for side in record.sides}
+    whole: Tensors = {}
+    if tokenizer is not None and any(None in order for order in rows.values()):
+        whole = _whole(record, tokenizer, weights)
+    return _Plan(tokenizer, record, kind, like, args, weights, rows, whole)
+
+
 def with_positions(args: Any, model: Any) -> None:
     """Set the numbers of positions in a model's options as the model has them."""
     positions = model.max_positions()
@@ -136,8 +183,24 @@ def with_positions(args: Any, model: Any) -> None:
 
 def _of_data(data: Path) -> Path | None:
     """The folder of the tokenizer in a data folder, if it is that of a model of `transformers`."""
-    folder = data / FOLDER
-    return folder if (folder / "config.json").is_file() else None
+    folder = kept(data)
+    return folder if folder is not None and (folder / "config.json").is_file() else None
+
+
+def _of_import(data: Path, beside: Path) -> Path | None:
+    """The folder of an import with a tokenizer: the data folder, or the one of the checkpoint.
+
+    None if the data folder has a tokenizer in a folder of its own, which is then the model's.
+    """
+    if kept(data) is not None:
+        return None
+    sides = [side for record in counterparts.COUNTERPARTS for side in record.sides.values()]
+    tokenizers = {JSON, *(file for _, file in sides)}
+    for folder in (data, beside):
+        is_model = (folder / "config.json").is_file()
+        if is_model and any((folder / name).is_file() for name in tokenizers):
+            return folder
+    return None
 
 
 def _use_embeddings_of_gpt2(args: Any, weights: Tensors) -> None:
@@ -281,8 +344,12 @@ def _theirs(
     return model
 
 
-def _labels(weights: Tensors, labels: list[str] | None) -> dict[str, Any]:
-    """The fields of config.json for a classification head; {} if there is none."""
+def _labels(weights: Tensors, labels: list[str] | None, like: dict[str, Any]) -> dict[str, Any]:
+    """The fields of config.json for a classification head; {} if there is none.
+
+    Args:
+        labels: of the data; None: those in ``like``, the config.json of an import.
+    """
     heads = {name.split(".")[1]: len(weights[name]) for name in weights if name.startswith(_HEADS)}
     if not heads:
         return {}
@@ -291,5 +358,9 @@ def _labels(weights: Tensors, labels: list[str] | None) -> dict[str, Any]:
             f"The model has several classification heads ({', '.join(heads)}), but a model of "
             "Hugging Face has one: export it with --to safetensors."
         )
-    labels = labels or [f"LABEL_{number}" for number in range(*heads.values())]
+    (count,) = heads.values()
+    known = list((like.get("id2label") or {}).values())
+    labels = labels or (
+        known if len(known) == count else [f"LABEL_{number}" for number in range(count)]
+    )
     return {"id2label": dict(enumerate(labels)), "label2id": {w: n for n, w in enumerate(labels)}}

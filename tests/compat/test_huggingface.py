@@ -87,6 +87,21 @@ def test_import_of_an_export_is_bitwise(made: Made, tmp_path: Path) -> None:
             assert (made.imported / name).read_text() == (tmp_path / "again" / name).read_text()
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_import_goes_home_without_flags(made: Made, tmp_path: Path) -> None:
+    """Its folder has the dictionaries and the tokenizer."""
+    whole = contents(home(made.imported / "model.pt", made, tmp_path / "whole"))
+    for source in (made.imported, made.imported / "model.pt"):
+        told = succeed(
+            "export", source, "--to", "huggingface", "--output", tmp_path / "home", "--force"
+        )
+        assert "no tokenizer" not in told
+        assert contents(tmp_path / "home") == whole
+
+
 def test_a_trained_model_goes_home(made: Made, tmp_path: Path) -> None:
     model, task = hugging_face.ours(made.trained, made.data)
     theirs = hugging_face.load(home(made.trained, made, tmp_path / "exported"))
@@ -178,6 +193,82 @@ def test_a_classification_head(tmp_path: Path) -> None:
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
     state = torch.load(tmp_path / "imported/model.pt", weights_only=False)
     assert "classification_heads.sentence_classification_head.out_proj.weight" in state["model"]
+
+
+def test_a_tokenizer_that_does_not_fit_stays_behind(tmp_path: Path) -> None:
+    """The message names it, and the words that the dictionary lacks."""
+    kind = KINDS["roberta"]
+    hugging_face.make(kind, tmp_path / "theirs")
+    imported = tmp_path / "imported"
+    succeed("import_", tmp_path / "theirs", imported)
+    export = ("export", imported, "--to", "huggingface", "--output", tmp_path / "home")
+    kind.tokenizer(imported, [*kind.words[:-3], "other", "words", "<mask>"])
+    told = succeed(*export)
+    assert f"has no tokenizer, because The tokenizer in {imported} has 2 words that" in told
+    assert not list((tmp_path / "home").glob("tokenizer*"))
+    result = run(*export, "--force", "--tokenizer", imported)
+    assert result.exit_code == 2 and "has 2 words that the dictionary" in result.output
+    kind.tokenizer(imported, kind.words)
+    # A copy of the file alone: the checkpoint names the folder of the import.
+    shutil.copy(imported / "model.pt", tmp_path / "alone.pt")
+    assert "no tokenizer" not in succeed("export", tmp_path / "alone.pt", *export[2:], "--force")
+    # The folder of a run is searched for the tokenizer of its checkpoint, too.
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.move(imported / "dict.txt", data)
+    assert "no tokenizer" not in succeed(*export, "--force", "--data", data)
+    shutil.move(imported / "tokenizer.json", data)
+    assert "its text was split before" in succeed(*export, "--force", "--data", data)
+
+
+PRINTED = {
+    "words": KINDS["camembert"],
+    "running text": KINDS["xglm"],
+    "classes": KINDS["camembert"]._replace(model="CamembertForSequenceClassification"),
+    "numbers": KINDS["camembert"]._replace(model="CamembertForSequenceClassification"),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_printed_commands_run(name: str, tmp_path: Path) -> None:
+    """As typed, with the files and folders of the user; and the result finds its tokenizer."""
+    kind = PRINTED[name]
+    label2id = {"classes": {"no": 0, "yes": 1, "perhaps": 2}, "numbers": {"how much": 0}}
+    labels = label2id.get(name, {})
+    config = {**kind.config, "max_position_embeddings": 100}
+    if labels:
+        config |= {"label2id": labels, "id2label": {n: word for word, n in labels.items()}}
+    hugging_face.make(kind._replace(config=config), tmp_path / "theirs")
+    imported, data, home = (tmp_path / each for each in ("imported", "data", "home"))
+    _, *preprocess, train = succeed("import_", tmp_path / "theirs", imported).splitlines()
+    lines = [" ".join(hugging_face.WORDS[n : n + 4]) for n in range(12)]
+    (tmp_path / "text").write_text("\n".join(lines) + "\n")
+    (tmp_path / "label").write_text("yes\nno\nperhaps\n" * 4)
+    for line in preprocess:
+        place = line.partition(" --destdir DATA/")[2]
+        text = tmp_path / ("label" if place == "label" else "text")
+        words = line.replace("...", f"--trainpref {text} --validpref {text} --workers 1")
+        words = words.replace("DATA", str(data)) if place else f"{words} --destdir {data}"
+        command, *flags = words.split()
+        assert command == "lightseq-preprocess"
+        succeed("preprocess", *flags)
+    if name == "numbers":
+        (data / "label").mkdir()
+        for split in ("train", "valid"):
+            (data / f"label/{split}.label").write_text("0.5\n" * 12)
+    command, *flags = train.replace("DATA", str(data)).split()
+    assert command == "lightseq-train"
+    more = "--max-update 2 --max-tokens 256 --lr 1e-3 --no-epoch-checkpoints --num-workers 0 --cpu"
+    succeed("train", *flags, *more.split(), "--save-dir", tmp_path / "run")
+    export = ("--to", "huggingface", "--output", home, "--force")
+    for source in (tmp_path / "run", imported):
+        assert "no tokenizer" not in succeed("export", source, *export)
+        first, second = (AutoTokenizer.from_pretrained(x) for x in (tmp_path / "theirs", home))
+        assert type(first) is type(second)
+        assert first(lines)["input_ids"] == second(lines)["input_ids"]
+        found = json.loads((home / "config.json").read_text()).get("label2id", {})
+        assert set(found) == set(labels) or (name == "numbers" and len(found) == 1)
+    assert found == labels
 
 
 def test_several_languages(tmp_path: Path) -> None:
