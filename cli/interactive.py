@@ -14,9 +14,11 @@ from typing import Any, TextIO
 
 import click
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks.trained_task import with_task
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
+from lightseq_fairseq.cli.translate.classes import Classifier, parted, shown
 from lightseq_fairseq.cli.translate.output import Lines
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.translate.text_output import output_text, text_output
@@ -33,9 +35,11 @@ logger = logging.getLogger("fairseq_cli.interactive")  # the log is that of fair
 @click.option("--native", is_flag=True, help="Build fairseq's own model from the checkpoint.")
 @output_text
 def main(words: list[str], native: bool, output_text: Path | None) -> None:
-    """Translate lines from the terminal, a pipe or a file (--input).
+    """Translate or classify lines from the terminal, a pipe or a file (--input).
 
-    If the model is a language model, each line is a prompt, which the model continues.
+    If the model is a language model, each line is a prompt, which the model continues. If it is a
+    classifier (--task sentence_prediction), its label is printed; a tab separates the two texts of
+    a pair.
 
     Takes every option of fairseq-interactive, and checkpoints that lightseq-train or fairseq-train
     wrote:
@@ -44,8 +48,8 @@ def main(words: list[str], native: bool, output_text: Path | None) -> None:
         lightseq-interactive data-bin/wmt14_en_de --path checkpoints/checkpoint_best.pt \\
             --beam 4 --remove-bpe < test.bpe.de
 
-    Each line is translated and printed as soon as it is read. With --buffer-size N, the command
-    reads N lines and translates them together, in batches of --batch-size or --max-tokens.
+    Each line is answered as soon as it is read. With --buffer-size N, the command reads N lines and
+    answers them together, in batches of --batch-size or --max-tokens.
     """
     with text_output(output_text) if output_text else contextlib.nullcontext() as texts:
         translate = functools.partial(_translate, texts)
@@ -59,7 +63,8 @@ def main(words: list[str], native: bool, output_text: Path | None) -> None:
 class _AtOnce(Lines):
     """Standard output that is flushed after each line; to a pipe Python would buffer 8 KB.
 
-    texts: receives the best translation of each sentence, and an empty line for a skipped one.
+    texts: receives the best translation of each sentence, and an empty line for a skipped one; of
+        a classifier the labels.
     """
 
     def __init__(self, texts: TextIO | None) -> None:
@@ -69,7 +74,7 @@ class _AtOnce(Lines):
     def line(self, line: str) -> None:
         print(line, file=self.terminal, flush=True)
         self.sources += line.startswith("S-")
-        found = re.match(r"D-(\d+)\t.*?\t(.*)", line)
+        found = re.match(r"D-(\d+)\t(?:[^\t]*\t)?(.*)", line)
         if self.texts and found and int(found[1]) >= self.written:
             skipped = int(found[1]) - self.written
             print("\n" * skipped + found[2], file=self.texts, flush=True)
@@ -83,7 +88,9 @@ def _translate(texts: TextIO | None, fairseq_main: Callable[[Any], None], cfg: A
             contextlib.redirect_stdout(out),
             patching.within("fairseq_cli.interactive:buffered_read", buffered_read),
         ):
-            if is_native():
+            if families.classifies(cfg.task._name):
+                _classify(cfg, unknown)
+            elif is_native():
                 with counted(unknown):
                     fairseq_main(cfg)
             else:
@@ -130,6 +137,23 @@ def _answer(cfg: Any, unknown: UnknownWords) -> None:
     logger.info(
         "Total time: %.3f seconds; translation time: %.3f", time.perf_counter() - began, translating
     )
+
+
+def _classify(cfg: Any, unknown: UnknownWords) -> None:
+    """Prints the prediction for each line; arguments as in `_answer`."""
+    logger.info("loading model(s) from %s", cfg.common_eval.path)
+    loaded, batches, count = load(cfg), cfg.dataset, 0
+    classifier = Classifier(loaded.task, loaded.models, loaded.encode)
+    logger.info("Type the input sentence and press return:")
+    for lines in buffered_read(cfg.interactive.input, max(cfg.interactive.buffer_size, 1)):
+        texts = [
+            parted(line, number, classifier.inputs) for number, line in enumerate(lines, count)
+        ]
+        found = classifier.classify(texts, unknown, count, batches.max_tokens, batches.batch_size)
+        for number, (line, prediction) in enumerate(zip(lines, found), count):
+            print(f"S-{number}\t{line}")
+            print(f"D-{number}\t{shown(prediction)}")
+        count += len(lines)
 
 
 def _print(number: int, translation: Translation) -> None:

@@ -159,6 +159,8 @@ This table has the flags of the archs of `ls_roberta`, of `--task masked_lm`, an
 sentence_prediction` with its criterion, in `lightseq-train` and `lightseq-validate`. All other
 flags are in the first table, and have the same answers. `lightseq-validate --task
 sentence_prediction` adds `--criterion sentence_prediction`: fairseq takes flags from it.
+`lightseq-interactive` takes this task and its flags from the checkpoint, and classifies each line;
+flags of the search have no effect there, and a note says so.
 
 A test runs each row, as above (`tests/flags/test_flags_of_roberta.py`).
 """
@@ -197,8 +199,8 @@ as the command says:
 
 * **Checkpoints:** a `--restore-file`, `--continue-once` or `--finetune-from-model` that does not
   exist (fairseq trains from scratch), `--restore-file` together with `--finetune-from-model`, a
-  classification head with another number of classes (fairseq takes a new head), and a model that is
-  no translation model for `--task translation`.
+  classification head that is missing or has another number of classes (fairseq takes a new head),
+  and a model that is no translation model for `--task translation`.
 * **Data:** folders, dictionaries, splits or labels that are missing, damaged or of another task,
   labels in another order than in training, sides of different lengths, tokens that are not in the
   dictionary, and a split of which no sentence is left.

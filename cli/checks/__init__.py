@@ -59,6 +59,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("sizes:from_checkpoint", "train"),
         Check("flags:supported"),  # by our model, unless --native; notes on settings without effect
         Check("values:path", "generate interactive validate eval-lm"),
+        Check("checkpoints:answers", "generate interactive"),
         Check("checkpoints:direction", "generate interactive", data="sentence pairs"),
         Check("raw_text:known_tokenizer", "generate interactive"),
         Check("values:texts"),  # those that fairseq evaluates, joiners of subwords, NaN
@@ -75,7 +76,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("own_flags:lora", "train"),
         Check("checkpoints:first", "train"),
         Check("checkpoints:best_metric", "train"),
-        Check("checkpoints:head_to_validate", "validate"),
+        Check("checkpoints:trained_head", "validate interactive"),
         Check("pairs:pairs", data="sentence pairs"),
         Check("languages:languages", data="sentence pairs sampled from several languages"),
         Check("text:text", data="running text"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request
@@ -80,6 +81,41 @@ def first(request: Request) -> None:
         _head(args, path, "train a new head with --reset-optimizer")
 
 
+def answers(request: Request) -> None:
+    """Raises UserError if the command cannot use a model of the checkpoint's task.
+
+    fairseq would look for sentence pairs, or classify by a new head, with random weights.
+    """
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+    args, first = request.args, request.args.path.partition(os.pathsep)[0]
+    found = saved(first)
+    settings = settings_of(found, "task")
+    name = str(settings.get("_name") or settings.get("task"))
+    task = families.tasks().get(name)
+    if families.classifies(name) and request.command == "generate":
+        raise UserError(
+            f"{first} is a classifier, which lightseq-generate cannot use: classify lines of text "
+            "with lightseq-interactive, and measure the accuracy with lightseq-validate."
+        )
+    is_encoder = task is not None and task.data in ("text to mask", "sentences with labels")
+    if is_encoder and not families.classifies(name):
+        raise UserError(
+            f"{first} was trained by --task {name}, so it does not answer lines of text: fine-tune "
+            "it by --task sentence_prediction to classify them. RobertaModel of Python fills in "
+            "masked words."
+        )
+    if families.classifies(args.task) and found:
+        head, prefix = args.classification_head_name, "classification_heads."
+        heads = {word.split(".")[1] for word in found["model"] if word.startswith(prefix)}
+        if head not in heads:
+            have = f"only {', '.join(sorted(heads))}" if heads else "none"
+            raise UserError(
+                f"{first} contains no classification head named {head}, {have}: remove "
+                "--classification-head-name, or choose another checkpoint."
+            )
+
+
 def direction(request: Request) -> None:
     """Raises UserError if the command swaps the languages of the model."""
     from fairseq.data import data_utils
@@ -99,8 +135,8 @@ def direction(request: Request) -> None:
         )
 
 
-def head_to_validate(request: Request) -> None:
-    """Raises UserError if the checkpoint to validate has another number of classes."""
+def trained_head(request: Request) -> None:
+    """Raises UserError if the checkpoint has another number of classes than the command."""
     _head(request.args, request.args.path, "train another head")
 
 

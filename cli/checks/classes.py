@@ -24,8 +24,8 @@ def classes(request: Request) -> None:
     """Raises UserError if the data of sentence_prediction are incomplete or do not match.
 
     The sentences are in the folder input0, those of a pair also in input1, the labels in label.
-    lightseq-validate takes the kind of the labels from the checkpoint. If the file cannot be read,
-    which is reported later, the labels are not checked.
+    Other commands than lightseq-train take the kind of the labels from the checkpoint. If the file
+    cannot be read, which is reported later, the labels are not checked.
     """
     from fairseq.data import Dictionary
 
@@ -50,8 +50,8 @@ def classes(request: Request) -> None:
                 f"{folder} contains {have} {name}/dict.txt, which --task {args.task} reads: "
                 f"{_HOW.format(name=name)}."
             )
-    if has_classes and command == "validate":
-        _same_labels(args.path, folder)
+    if has_classes and command != "train":
+        _same_labels(command, args.path.partition(os.pathsep)[0], folder)
     words = Dictionary.load(os.path.join(folder, "input0", "dict.txt"))
     words.add_symbol("<mask>")
     for _, split in splits(command, args, [folder]):
@@ -81,7 +81,7 @@ def classes(request: Request) -> None:
                 )
 
 
-def _same_labels(path: str, folder: str) -> None:
+def _same_labels(command: str, path: str, folder: str) -> None:
     """Compares the labels of ``folder`` with those of training.
 
     fairseq stores no labels, so for its checkpoints those of the training folder are compared. This
@@ -108,7 +108,7 @@ def _same_labels(path: str, folder: str) -> None:
     if os.path.isfile(there):
         others = dictionaries.labels(Dictionary.load(there))
         if (sentence := dictionaries.moved_label(found, others)) is not None:
-            click.echo(f"lightseq-validate: note: {sentence}", err=True)
+            click.echo(f"lightseq-{command}: note: {sentence}", err=True)
 
 
 def _labels(stem: str, classes: int, command: str) -> int:

@@ -74,8 +74,11 @@ def notes(
     if command in ("generate", "interactive") and args.nbest > args.beam > 0 and not args.sampling:
         yield f"--nbest {args.nbest} gives {args.beam} hypotheses, as many as --beam."
     given = {name(a) for a in parser._actions if is_given(argv, a.option_strings)}
+    of_search = _of_search() if families.classifies(args.task) else frozenset()
     for flag in sorted(given):
-        if flag in unread:
+        if flag in of_search and command == "interactive":
+            yield f"{flag} has no effect: a classifier has no search."
+        elif flag in unread:
             yield f"{flag} has no effect: fairseq-{command} does not use it."
         elif flag == "--post-process" and command == "eval-lm" and args.post_process != "@@ ":
             yield (
@@ -95,6 +98,13 @@ def notes(
             yield f"{flag} has no effect with --sampling-method {args.sampling_method}."
         elif flag == "--fp32-reduce-scatter" and command == "train" and not _in_16_bits(args):
             yield f"{flag} has no effect without --fp16 or --bf16: gradients are float32 already."
+
+
+def _of_search() -> frozenset[str]:
+    """The settings of the search."""
+    from fairseq.dataclass.configs import GenerationConfig
+
+    return frozenset(map(flag_of, GenerationConfig.__dataclass_fields__))
 
 
 def _unread_by_samples(args: argparse.Namespace) -> tuple[str, ...]:

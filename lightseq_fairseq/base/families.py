@@ -60,9 +60,11 @@ class Task(NamedTuple):
         adds_losses: its training step adds the losses of several batches, and is not that of most
             tasks; the captured step does the same.
         prompts: generation continues its samples; they have no source.
+        classifies: lightseq-interactive predicts the labels of its samples.
         dictionaries: the files of "source", "target" and "label" in the data folder, in which
             {...} are settings of the task; None: `checkpoints.export` does not know them.
-        of_checkpoint: settings that generation takes from the checkpoint, with the task itself.
+        of_checkpoint: settings that generation and classification take from the checkpoint, with
+            the task itself.
         symbols: those that it adds to the words of a dictionary file; one with {langs} for each
             language of --langs.
         tuning: the recipe of runs that begin with a model (--finetune-from-model), if it is another
@@ -79,6 +81,7 @@ class Task(NamedTuple):
     read: tuple[str, ...] = ()
     adds_losses: bool = False
     prompts: bool = False
+    classifies: bool = False
     dictionaries: dict[str, str] | None = None
     of_checkpoint: tuple[str, ...] = ()
     symbols: tuple[str, ...] = ()
@@ -309,7 +312,12 @@ _SENTENCE_PREDICTION = Task(
     criteria=("ls_sentence_prediction", "sentence_prediction"),
     unread=("--dataset-impl", "--add-prev-output-tokens"),
     read=("--criterion",),  # the task takes settings from it
+    classifies=True,
     dictionaries={"source": "input0/dict.txt", "label": "label/dict.txt"},
+    of_checkpoint=(
+        *("num_classes", "regression_target", "classification_head_name", "max_positions"),
+        *("init_token", "separator_token", "shorten_method", "add_prev_output_tokens"),
+    ),
     symbols=("<mask>",),
 )
 ROBERTA = Family(
@@ -465,6 +473,12 @@ def has_prompts(task: str | None) -> bool:
     """Whether generation with a task continues its samples, which have no source."""
     known = tasks().get(task or "")
     return known is not None and known.prompts
+
+
+def classifies(task: str | None) -> bool:
+    """Whether lightseq-interactive predicts labels with a task."""
+    known = tasks().get(task or "")
+    return known is not None and known.classifies
 
 
 def of_saved(model: Any) -> Family | None:

@@ -1,9 +1,10 @@
-"""Results as text: what `lightseq_fairseq.Translator` and `LanguageModel` return."""
+"""Results as text, of `lightseq_fairseq.Translator`, `LanguageModel` and `RobertaModel`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,19 @@ class Translation:
     def tokens(self) -> tuple[str, ...]:
         """The tokens of the best translation."""
         return self.hypotheses[0].tokens if self.hypotheses else ()
+
+
+class Prediction(NamedTuple):
+    """The class of a text, or of a pair of texts.
+
+    Attributes:
+        label: the most probable label, as the data have it.
+        probability: of this label, from 0 to 1.
+    """
+
+    label: str
+    probability: float
+
+
+# A regression predicts numbers instead, one or several.
+Predicted = Prediction | float | tuple[float, ...]

@@ -141,7 +141,7 @@ class Pretrained:
         paths = [checkpoint_in(path) for path in _listed(checkpoint)]
         trained = _trained(paths[0], cls.kind, options)
         options = {name: trained.get(name) for name in cls.kind.settings} | options
-        known = trained_task.options_of(trained, options.get("task") is not None)
+        known = trained_task.options_of(trained, options.get("task"))
         options = known | {name: each for name, each in options.items() if each is not None}
         if not any(options.get(name) for name in _BATCH):
             options |= cls.kind.batch

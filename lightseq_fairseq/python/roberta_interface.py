@@ -6,14 +6,19 @@ It is imported when a checkpoint is loaded.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, overload
 
 import torch
 from fairseq import utils
 from fairseq.models.roberta.hub_interface import RobertaHubInterface
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.translate.classes import Classifier
 from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
+from lightseq_fairseq.generation.texts import Predicted
+from lightseq_fairseq.python.pretrained import in_python
 
 _MASK = "<mask>"
 _WITHOUT = (
@@ -52,7 +57,7 @@ class RobertaInterface(RobertaHubInterface):
                 )
         self._need_subwords()
         ids = super().encode(sentence, *addl_sentences, no_separator=no_separator)
-        self._warn(ids)
+        self._warn(self._unknown(ids))
         return ids
 
     def decode(self, tokens: Any) -> Any:
@@ -72,6 +77,53 @@ class RobertaInterface(RobertaHubInterface):
             raise UserError(f"This model has no classification head named {head}: {names}.")
         return super().predict(head, self._ids(tokens), return_logits)
 
+    @overload
+    def classify(self, sentences: str | tuple[str, str], batch_size: int = 32) -> Predicted: ...
+
+    @overload
+    def classify(
+        self, sentences: list[str] | list[tuple[str, str]], batch_size: int = 32
+    ) -> list[Predicted]: ...
+
+    def classify(self, sentences: Any, batch_size: int = 32) -> Predicted | list[Predicted]:
+        """The label of a text, or of several in batches, by a model of sentence_prediction.
+
+        A text is read as a line of the training data: by the model's subwords or, without them, as
+        words of the dictionary with spaces between them. Words that are not in the dictionary are
+        a warning. The model computes without dropout, and keeps its mode.
+
+        Args:
+            sentences: a text, or a list of texts. If the model was trained on pairs, a tuple of
+                two texts, or a list of such tuples.
+            batch_size: texts that are computed together.
+
+        Returns:
+            A `Prediction` (label, probability) for one text, for a list a list in the same order.
+            With --regression-target, a float takes the place of each, or a tuple of --num-classes
+            floats.
+
+        Raises:
+            UserError: the model is no classifier, or a text is missing, empty or too long.
+        """
+        if not families.classifies(self.task.cfg._name):
+            raise UserError(
+                "This model has no labels: classify() needs a model of --task sentence_prediction."
+            )
+        is_one = isinstance(sentences, (str, tuple))
+        classifier = Classifier(
+            self.task,
+            [self.model],
+            lambda text: text if self.bpe is None else self.bpe.encode(text),
+        )
+        texts = _texts([sentences] if is_one else sentences, classifier.inputs)
+        unknown = UnknownWords()
+        try:
+            found = classifier.classify(texts, unknown, batch_size=batch_size)
+        except UserError as error:
+            raise UserError(in_python(str(error), "RobertaModel")) from None
+        self._warn(unknown)
+        return found[0] if is_one else found
+
     def fill_mask(self, masked_input: str, topk: int = 5) -> list[tuple[str, float, str]]:
         """The ``topk`` best (text, probability, word) for the one ``<mask>`` in a text."""
         self._need_subwords()
@@ -83,7 +135,7 @@ class RobertaInterface(RobertaHubInterface):
         parts = [self.bpe.encode(part.rstrip()) for part in masked_input.split(_MASK)]
         words = f"<s> {f' {_MASK} '.join(parts).strip()} </s>"
         ids = dictionary.encode_line(words, append_eos=False, add_if_not_exist=False).long()
-        self._warn(ids)
+        self._warn(self._unknown(ids))
         with utils.model_eval(self.model), torch.no_grad():
             logits = self.model(ids[None].to(self.device))[0]
         found = logits[0, (ids == self.task.mask_idx).to(logits.device)][0].softmax(0)
@@ -98,10 +150,14 @@ class RobertaInterface(RobertaHubInterface):
             results.append((masked_input.replace(place, word), probability.item(), word))
         return results
 
-    def _warn(self, ids: torch.Tensor) -> None:
-        """Warn the caller's caller of words that the dictionary lacks, as `Translator` does."""
+    def _unknown(self, ids: torch.Tensor) -> UnknownWords:
         unknown = UnknownWords()
         unknown.count(ids, self.task.source_dictionary)
+        return unknown
+
+    @staticmethod
+    def _warn(unknown: UnknownWords) -> None:
+        """Warn the caller's caller of words that the dictionary lacks, as `Translator` does."""
         if (sentence := unknown.sentence()) is not None:
             warnings.warn(sentence, stacklevel=3)
 
@@ -124,3 +180,27 @@ class RobertaInterface(RobertaHubInterface):
         if ids.device.type == "cpu" and not 0 <= ids.min() <= ids.max() < words:
             raise UserError(f"The numbers of tokens must be from 0 to {words - 1}.")
         return ids.long()
+
+
+def _texts(sentences: Any, inputs: int | None) -> list[tuple[str, ...]]:
+    """Each sentence as the tuple of its texts.
+
+    Raises:
+        UserError: there is none, one is no text, or has not as many texts as the model reads.
+    """
+    found = []
+    for number, each in enumerate(sentences if isinstance(sentences, Iterable) else [sentences]):
+        texts = each if isinstance(each, (tuple, list)) else (each,)
+        place = f"Sentence {number} (counted from 0)"
+        if others := [text for text in texts if not isinstance(text, str)]:
+            raise UserError(f"{place} is of type {type(others[0]).__name__}: pass text.")
+        if len(texts) != inputs if inputs else len(texts) not in (1, 2):
+            wanted = {1: "one: pass texts, not tuples", 2: "pairs: pass tuples of two texts"}
+            raise UserError(
+                f"{place} has {len(texts)} text{'s' * (len(texts) != 1)}, but the model reads "
+                f"{wanted.get(inputs or 0, 'one or two')}."
+            )
+        found.append((*texts,))
+    if not found:
+        raise UserError("There is no sentence to classify: pass at least one.")
+    return found

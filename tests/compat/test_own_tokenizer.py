@@ -200,6 +200,16 @@ def test_classifier(kind: str, text: Path, tmp_path: Path) -> None:
         with torch.no_grad():
             expected = ours.predict("sentence_classification_head", ours.encode(line))
             assert torch.allclose(model(**ids).logits.log_softmax(-1), expected, atol=1e-5)
+    new = [line for line in texts(text / "test.de") if "\t" not in line]
+    found = ours.classify(new)
+    pipe = transformers.pipeline("text-classification", str(home))
+    for one, other in zip(found, pipe(new), strict=True):
+        assert one.label == other["label"]
+        assert one.probability == pytest.approx(other["score"], abs=1e-5)
+    (tmp_path / "new").write_text("\n".join(new))
+    said = succeed("interactive", data, "--path", run, "--input", tmp_path / "new", "--cpu")
+    lines = [line.split("\t")[1:] for line in said.splitlines() if line.startswith("D-")]
+    assert lines == [[f"{each.probability:.6g}", each.label] for each in found]
     pair = ours.encode("Ko mi.", "Ru te?").tolist()
     assert theirs("Ko mi.", "Ru te?")["input_ids"] == pair
 
