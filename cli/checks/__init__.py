@@ -51,6 +51,7 @@ WORDS, SETTINGS, FAIRSEQ = "before parsing", "after parsing", "inside fairseq"
 CHECKS: dict[str, tuple[Check, ...]] = {
     WORDS: (
         Check("names:registered"),  # there is such a task, optimizer, ...
+        Check("names:arch", "train"),  # is named
         Check("names:task_fits_arch", "train"),
     ),
     # Nothing is loaded yet, and nothing has been written.

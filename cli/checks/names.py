@@ -1,11 +1,12 @@
-"""Checks of the names of components: each is registered, and the task has the data of the arch."""
+"""Checks of the names of components: each is registered, an arch is named, and the task has its
+data."""
 
 from __future__ import annotations
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
-from lightseq_fairseq.cli.words import synonyms
-from lightseq_fairseq.cli.words.argv import ARCH, value
+from lightseq_fairseq.cli.words import command_lines, synonyms
+from lightseq_fairseq.cli.words.argv import ARCH, is_given, value
 
 
 def registered(request: Request) -> None:
@@ -27,6 +28,19 @@ def registered(request: Request) -> None:
                     f"There is no {what} named {name}: "
                     f"{hint or f'--fairseq-help lists the choices of {action.option_strings[0]}.'}"
                 )
+
+
+def arch(request: Request) -> None:
+    """Raises UserError if no architecture is named; the message names a wrong flag as well.
+
+    fairseq parses the flags of models only when it knows the architecture.
+    """
+    argv = request.argv
+    if value(argv, ARCH) is not None or is_given(argv, (*ARCH, "--help")):
+        return
+    missing = "--arch is missing: add it, for example --arch ls_transformer_wmt_en_de."
+    wrong = command_lines.wrong_flag(request.command, request.parser, argv)
+    raise UserError(missing if wrong is None else f"{wrong} Besides, {missing}")
 
 
 def task_fits_arch(request: Request) -> None:

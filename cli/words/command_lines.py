@@ -15,8 +15,8 @@ from typing import Any
 
 from lightseq_fairseq import fairseq_compat
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.words import registries, synonyms
-from lightseq_fairseq.cli.words.argv import flag_of
+from lightseq_fairseq.cli.words import completions, registries, synonyms
+from lightseq_fairseq.cli.words.argv import flag_of, value, with_options
 from lightseq_fairseq.fairseq_compat import patching
 
 # Command -> fairseq's function that makes its parser; None if fairseq has no such command.
@@ -89,9 +89,9 @@ def _sentence(command: str, parser: argparse.ArgumentParser, message: str) -> st
     if found is None:
         return ended(message)
     flag, says = found[1].rpartition("/")[2], found[2]
-    if value := re.match(r"invalid (\w+) value: (.*)", says):
-        wanted = {"int": "a whole number", "float": "a number"}.get(value[1], f"of type {value[1]}")
-        return f"{flag} cannot be {value[2].strip(chr(39))}: it must be {wanted}."
+    if typed := re.match(r"invalid (\w+) value: (.*)", says):
+        wanted = {"int": "a whole number", "float": "a number"}.get(typed[1], f"of type {typed[1]}")
+        return f"{flag} cannot be {typed[2].strip(chr(39))}: it must be {wanted}."
     if choice := re.match(r"invalid choice: (.*) \(choose from (.*)\)", says):
         name, known = choice[1].strip("'"), choice[2].replace("'", "")
         return f"{flag} cannot be {name}: choose one of {known}."
@@ -125,6 +125,20 @@ def _unknown(command: str, parser: argparse.ArgumentParser, word: str) -> str:
             f"or remove {flag}."
         )
     return unknown_flag(program, flag, known, "--fairseq-help lists all flags.")
+
+
+def wrong_flag(command: str, parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
+    """The sentence for the first flag of ``words``, which name no arch, that no arch has; None if
+    there is none, or a --user-dir may have it."""
+    if value(words, ("--user-dir",)) is not None:
+        return None
+    complete = with_options(words, ["--arch", "ls_transformer"])
+    known = {*completions.flags(command, complete), *completions.of_archs(), *own_flags(command)}
+    for word in words[: words.index("--")] if "--" in words else words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in known:
+            return _unknown(command, parser, flag)
+    return None
 
 
 def mistyped(

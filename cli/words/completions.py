@@ -39,6 +39,13 @@ def flags(command: str, words: Sequence[str]) -> list[str]:
     return sorted({*found})
 
 
+def of_archs() -> set[str]:
+    """fairseq's and our flags of all architectures."""
+    return {
+        flag for theirs in _listed()["components"]["--arch"].values() for flag in theirs.split()
+    }
+
+
 def values(words: Sequence[str]) -> list[str]:
     """The values that the flag before the next word may have; [] if the list has none."""
     flag = next((word for word in reversed(words) if word != "="), "")

@@ -149,12 +149,6 @@ RULES: tuple[Rule, ...] = (
     Known(r"world size is (\d+) but have (\d+) available devices$", _devices, kind=_CHECKS),
     Known("(?s:.*?)conflicting option strings?: (.*)", _conflict, kind="ArgumentError"),
     _schedule,
-    Known(
-        "$",
-        "--arch is missing: add it, for example --arch ls_transformer_wmt_en_de.",
-        kind="RuntimeError",
-        source="options.py",
-    ),
     _metric,
     # The model width is not a multiple of the heads: an error of our layers and of fairseq's.
     Known(
