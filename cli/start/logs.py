@@ -75,7 +75,7 @@ def is_shown(record: logging.LogRecord) -> bool:
     kinds = {kind.__name__ for kind in type(record.msg).__mro__}
     if not kinds.isdisjoint(("DictConfig", "CachedConfig", "Namespace", "Module")):
         return False
-    if record.levelno < level or _is_in(_NEVER, record):
+    if record.levelno < level or _is_in(_NEVER, record) or hasattr(record, "only_in_files"):
         return False
     return record.levelno >= logging.WARNING or is_native() or not _is_in(_DETAILS, record)
 

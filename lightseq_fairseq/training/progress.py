@@ -6,10 +6,12 @@ step has no results then, so ``captured`` writes the line when they have arrived
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from fairseq.logging import metrics
+from fairseq.logging import metrics, progress_bar
 from fairseq_cli import train
 
 
@@ -19,10 +21,11 @@ class EpochProgress:
     Args:
         bar: fairseq's, which may be wrapped by its other wrappers.
         trainer: counts the updates.
+        is_due: whether a terminal that has a bar shows the line of the epoch that ends, too.
     """
 
-    def __init__(self, bar: Any, trainer: Any) -> None:
-        self.wrapped_bar, self._trainer = bar, trainer
+    def __init__(self, bar: Any, trainer: Any, is_due: Callable[[], bool] = lambda: True) -> None:
+        self.wrapped_bar, self._trainer, self._is_due = bar, trainer, is_due
         while hasattr(bar, "wrapped_bar"):
             bar = bar.wrapped_bar
         self._innermost = bar
@@ -51,4 +54,21 @@ class EpochProgress:
 
     def print(self, stats: Any, tag: str | None = None, step: int | None = None) -> None:
         """Write the line of an epoch; ``step`` lacks updates that fairseq has not logged."""
-        self.wrapped_bar.print(stats, tag=tag, step=self._trainer.get_num_updates())
+        has_bar = isinstance(self._innermost, progress_bar.TqdmProgressBar)
+        with _only_in_files() if has_bar and not self._is_due() else nullcontext():
+            self.wrapped_bar.print(stats, tag=tag, step=self._trainer.get_num_updates())
+
+
+@contextmanager
+def _only_in_files() -> Iterator[None]:
+    """Within the block, the lines of bars are marked for `cli.start.logs`."""
+
+    def mark(record: logging.LogRecord) -> bool:
+        record.only_in_files = True
+        return True
+
+    progress_bar.logger.addFilter(mark)
+    try:
+        yield
+    finally:
+        progress_bar.logger.removeFilter(mark)

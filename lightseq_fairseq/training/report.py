@@ -38,6 +38,7 @@ logger = logging.getLogger("fairseq_cli.train.lightseq")
 FILE = "lightseq-train.log"  # in the folder of checkpoints; users redirect output to train.log
 _FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"  # fairseq's
 
+_BETWEEN_EPOCHS = 5  # seconds between the lines of two epochs without validation and saving
 _MANY = 30_000_000  # parameters: an update of 4096 tokens takes ten seconds on two cores
 
 _PAIRS, _BLOCKS = "sentence pairs", "blocks of text"
@@ -69,6 +70,8 @@ class Report:
         self._file: MemoryHandler | None = None
         self._began = self._next = 0.0  # time of the first line, and of the next one about progress
         self._done = 0.0  # `_part_done` by an earlier run
+        self._shown = 0.0  # time of the last line of an epoch on the terminal
+        self._validated = False  # since that line
 
     @contextmanager
     def written(self, folder: str) -> Iterator[None]:
@@ -136,8 +139,17 @@ class Report:
         bar = original(*arguments, **keywords)
         if "prefix" in keywords:  # validation
             return bar
-        self._trainer.progress = EpochProgress(bar, self._trainer)
+        self._trainer.progress = EpochProgress(bar, self._trainer, self._is_due)
         return self._trainer.progress
+
+    def _is_due(self) -> bool:
+        """Whether a terminal shows the line of the epoch that ends: of tiny data, not each one."""
+        now = time.perf_counter()
+        is_saved = self._saved == self._trainer.get_num_updates()
+        if not (self._validated or is_saved or now >= self._shown + _BETWEEN_EPOCHS):
+            return False
+        self._shown, self._validated = now, False
+        return True
 
     def validate_and_save(self, original: Callable[..., Any], *arguments: Any) -> Any:
         """fairseq's ``validate_and_save``, which it calls after each update."""
@@ -145,6 +157,7 @@ class Report:
         losses, should_stop = original(*arguments)
         now = time.perf_counter()
         self._seconds -= now - began
+        self._validated |= losses != [None]
         if not self._diverged and any(loss != loss for loss in losses):  # NaN alone differs
             self._diverged = True
             self._log(

@@ -360,6 +360,20 @@ def test_a_terminal_gets_a_bar_and_whole_lines(data: Path, tmp_path: Path) -> No
     assert "lightseq | trained: " in received
 
 
+@pytest.mark.parametrize(("own", "shown"), [((), 4), (("--log-format", "simple"), 30)], ids=str)
+def test_a_terminal_gets_few_lines_of_short_epochs(
+    data: Path, tmp_path: Path, own: tuple[str, ...], shown: int
+) -> None:
+    """Those with validation, and the first one; the file has all."""
+    words = [data, *TINY, "--max-epoch", "30", "--max-update", "1000", "--save-dir", tmp_path]
+    words += ["--validate-interval", "10", "--save-interval", "10", "--max-tokens", "999", *own]
+    received = on_a_terminal("-m", "lightseq_fairseq.cli.train", *words)
+    epochs = r"\| train \| epoch (\d+) \| "
+    found = re.findall(epochs, received)
+    assert {"001", "010", "020", "030"} <= {*found} and shown <= len(found) < shown + 9
+    assert len(re.findall(epochs, (tmp_path / "lightseq-train.log").read_text())) == 30
+
+
 def test_translations_on_a_terminal_are_whole_lines(data: Path, tmp_path: Path) -> None:
     cli_runs.succeed("train", data, *TINY, "--save-dir", tmp_path)
     words = [data, "--path", tmp_path / "checkpoint_best.pt", "--batch-size", "1", "--cpu"]
