@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.accelerated import assert_ours
+from helpers.ops_testing import skip_without_fp8
 from test_modernbert import build, trained
 
 import lightseq_fairseq.huggingface as lightseq
@@ -71,22 +72,19 @@ def test_features_come_from_graphs(mode):
     assert_ours(model, 24)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_captured_is_eager(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool, fp8: bool
-) -> None:
+@pytest.mark.parametrize("mode", ["float32", "bf16", "fp8"])
+def test_captured_is_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Bitwise, with dropout of all kinds."""
-    if fp8 and (not bf16 or torch.cuda.get_device_capability() < (8, 9)):
-        pytest.skip("fp8 needs bfloat16 and compute capability 8.9")
+    if mode == "fp8":
+        skip_without_fp8()
     rates = dict.fromkeys(("embedding_dropout", "attention_dropout", "mlp_dropout"), 0.2)
     model, runs = build(**SIZES, **rates), []
-    if fp8:
+    if mode == "fp8":
         lightseq.accelerate(model, fp8=True)
     for captures in ("1", "0"):
         monkeypatch.setenv("LIGHTSEQ_CAPTURE", captures)
         losses, trainer = trained(
-            tmp_path, lightseq.Trainer, model, use_cpu=False, bf16=bf16, max_steps=40
+            tmp_path, lightseq.Trainer, model, use_cpu=False, bf16=mode != "float32", max_steps=40
         )
         runs.append((losses, [p.detach().clone() for p in trainer.model.parameters()]))
         assert_ours(trainer.model)
