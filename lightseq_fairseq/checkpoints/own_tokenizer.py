@@ -53,6 +53,11 @@ def write(
     spm = path.suffix != ".json"
     whole = _converted(path) if spm else read_json(path)
     _renumber(whole, words["source"], spm)
+    if spm and args.task == "language_modeling":
+        # The pipeline of transformers decodes the new tokens alone, and adds them to the prompt:
+        # their first space must stay.
+        steps = whole["decoder"]["decoders"]
+        whole["decoder"]["decoders"] = [step for step in steps if step["type"] != "Strip"]
     try:
         from tokenizers import Tokenizer as Backend
         from tokenizers.normalizers import Sequence, Strip

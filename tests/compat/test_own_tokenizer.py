@@ -178,6 +178,10 @@ def test_language_model(kind: str, text: Path, tmp_path: Path) -> None:
     (found,) = model.generate(**ids, do_sample=False, max_new_tokens=length, min_new_tokens=1)
     (best,) = ours.generate(prompt, beam=1, max_len_a=1, max_len_b=length - 1)
     assert theirs.decode(found, skip_special_tokens=True).strip() == best.text
+    if kind in SENTENCEPIECE or kind == "byte level":
+        pipe = transformers.pipeline("text-generation", str(home), device="cpu")
+        (said,) = pipe(prompt, do_sample=False, max_new_tokens=length, min_new_tokens=1)
+        assert said["generated_text"].lower() == best.text.lower()
 
 
 @pytest.mark.parametrize("kind", ["unigram", "byte level"])
