@@ -106,6 +106,8 @@ def _translate(texts: TextIO | None, fairseq_main: Callable[[Any], None], cfg: A
     finally:
         if (note := unknown.sentence()) is not None:
             advice = "" if cfg.bpe else SUBWORDS
+            if families.classifies(cfg.task._name):
+                advice = advice.replace(" --remove-bpe", "")  # there is no text to join
             click.echo(f"lightseq-interactive: note: {note}{advice}", err=True)
 
 

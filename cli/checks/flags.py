@@ -71,13 +71,15 @@ def notes(
     """Yields a sentence for each setting of ``argv`` that has no effect."""
     family = conditions.family_of(args.arch) if command == "train" else None
     unread = settings.unread(command, args.task, family)
-    if command in ("generate", "interactive") and args.nbest > args.beam > 0 and not args.sampling:
+    of_search = _of_search() if families.classifies(args.task) and command == "interactive" else ()
+    searches = command in ("generate", "interactive") and not of_search
+    if searches and args.nbest > args.beam > 0 and not args.sampling:
         yield f"--nbest {args.nbest} gives {args.beam} hypotheses, as many as --beam."
     given = {name(a) for a in parser._actions if is_given(argv, a.option_strings)}
-    of_search = _of_search() if families.classifies(args.task) else frozenset()
     for flag in sorted(given):
-        if flag in of_search and command == "interactive":
-            yield f"{flag} has no effect: a classifier has no search."
+        if flag in of_search:
+            typed = "--remove-bpe" if flag == "--post-process" else flag
+            yield f"{typed} has no effect: a classifier does not use it."
         elif flag in unread:
             yield f"{flag} has no effect: fairseq-{command} does not use it."
         elif flag == "--post-process" and command == "eval-lm" and args.post_process != "@@ ":
@@ -101,10 +103,11 @@ def notes(
 
 
 def _of_search() -> frozenset[str]:
-    """The settings of the search."""
+    """The settings of the search and of its results."""
     from fairseq.dataclass.configs import GenerationConfig
 
-    return frozenset(map(flag_of, GenerationConfig.__dataclass_fields__))
+    others = ("post_process", "skip_invalid_size_inputs_valid_test")
+    return frozenset(map(flag_of, (*GenerationConfig.__dataclass_fields__, *others)))
 
 
 def _unread_by_samples(args: argparse.Namespace) -> tuple[str, ...]:

@@ -105,13 +105,19 @@ def test_numbers(data: roberta.Data, runs: Path, pairs: Path, tmp_path: Path) ->
 def test_lines_of_the_output(data: roberta.Data, runs: Path, pairs: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     words = [data.classes, "--path", runs / "classes", "--input", pairs, "--output-text", texts]
-    result = run("interactive", *words, "--cpu", "--beam", "4", "--max-tokens", "30",
-                 "--task", "sentence_prediction")  # fmt: skip
+    own = "--cpu --nbest 9 --remove-bpe --max-tokens 30 --task sentence_prediction"
+    result = run("interactive", *words, *own.split())
     lines = [line for line in result.output.splitlines() if re.match("[A-Z]-", line)]
     assert lines[::2] == [f"S-{n}\t{x}" for n, x in enumerate(pairs.read_text().splitlines())]
     assert texts.read_text().split() == [line.split("\t")[2] for line in lines[1::2]]
-    assert "note: --beam has no effect: a classifier has no search." in result.stderr
-    assert result.stderr.count("has no effect") == 1
+    notes = re.findall("note: (.*)", result.stderr)
+    unread = [
+        f"--{x} has no effect: a classifier does not use it." for x in ("nbest", "remove-bpe")
+    ]
+    assert notes == unread
+    pairs.write_text("? ?\ta\n")
+    told = run("interactive", *words, "--cpu").stderr
+    assert told.endswith("add --bpe subword_nmt --bpe-codes FILE.\n")
 
 
 def test_python_answers_as_the_command(data: roberta.Data, runs: Path, pairs: Path) -> None:
