@@ -7,6 +7,7 @@ So these runs have the same defaults, checks and first output line as runs of li
 from __future__ import annotations
 
 import json
+import os
 from argparse import Action, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import PREFIX
 from lightseq_fairseq.cli import train
 from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.start.commands import CommandError
 from lightseq_fairseq.cli.start.launch import environment, launcher, sentences, typed
 from lightseq_fairseq.cli.start.ranks import Ranks
 from lightseq_fairseq.cli.words import command_lines, registries
@@ -57,9 +59,10 @@ def main(words: list[str], native: bool) -> None:
     The optimizer and the criterion of the file are then replaced by this package's, if it has them
     (adam by ls_adam); an override like optimizer._name=adam chooses fairseq's. The settings become
     flags of lightseq-train, which adds defaults for the others. The first line printed is the
-    complete command. Like fairseq-hydra-train, it runs in a new folder below outputs/: set the data
-    folder as an absolute path. Here the name of an arch, such as transformer_lm_gpt2_small, sets
-    the sizes of the model; fairseq-hydra-train does not use the sizes of an arch.
+    complete command. Like fairseq-hydra-train, it runs in a new folder below outputs/: write paths,
+    such as that of the data, as absolute paths. Here the name of an arch, such as
+    transformer_lm_gpt2_small, sets the sizes of the model; fairseq-hydra-train does not use the
+    sizes of an arch.
     """
 
     program, request = "lightseq-hydra-train", Request(words)
@@ -70,8 +73,11 @@ def main(words: list[str], native: bool) -> None:
 
         hydra_init()  # lightseq-train composes a configuration, too: with fairseq's defaults
         try:
-            return _train(configuration, native, request)
+            with sentences(program, request, Ranks()):
+                return _train(configuration, native, request)
         except Exception as error:
+            if isinstance(error, CommandError):
+                error.message += _relative(configuration, error.message)
             raise _Raised(error) from error
         finally:  # in a sweep (--multirun), Hydra composes the next configuration
             _without_defaults(hydra_init, HydraConfig.get().job.config_name or "config")
@@ -110,6 +116,28 @@ class _Raised(BaseException):
         self.error = error
 
 
+def _relative(configuration: Any, refusal: str) -> str:
+    """The advice for a refused path that exists in the folder of the command, not in the run's."""
+    from hydra.utils import get_original_cwd
+    from omegaconf import OmegaConf
+
+    words = {*refusal.split()}
+    for path in _paths(OmegaConf.to_container(configuration)):
+        there, names = os.path.join(get_original_cwd(), path), {path, os.path.abspath(path)}
+        if names & words and os.path.exists(there) and not os.path.exists(path):
+            return f" The run is in {os.getcwd()}, a folder of Hydra: write {there}."
+    return ""
+
+
+def _paths(value: Any) -> Iterator[str]:
+    """The texts in a configuration that may be paths."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from _paths(each)
+    elif isinstance(value, str):
+        yield from filter(None, value.split(os.pathsep))
+
+
 def _without_defaults(original: Callable[[str], None], name: str) -> None:
     """hydra_init, but settings that a configuration lacks stay without a value."""
     from hydra.core.config_store import ConfigStore
@@ -140,6 +168,7 @@ def _train(configuration: Any, native: bool, request: Request) -> float:
     # fairseq imports this folder only when training begins, but its components have settings.
     folder = OmegaConf.select(configuration, "common.user_dir", throw_on_missing=False)
     request.args = Namespace(user_dir=None if folder is None else str(folder))
+    request.argv = [*request.argv, str(folder or "")]  # the user named it, maybe in the file
     utils.import_user_module(request.args)
     settings = list(_settings(configuration))
     metric = ""

@@ -194,5 +194,13 @@ def test_bad_recipes(recipe: Path, words: str, sentence: str) -> None:
     assert not list(recipe.glob("outputs/**/*.pt"))
 
 
+def test_a_path_in_the_file(recipe: Path) -> None:
+    file = recipe / "small.yaml"
+    settings = yaml.safe_load(file.read_text())
+    settings["common"]["user_dir"] = "/does/not/exist"
+    file.write_text(yaml.safe_dump(settings))
+    refused(run(recipe), "/does/not/exist does not exist: check the path.")
+
+
 def test_no_recipe_of_this_name(recipe: Path) -> None:
     refused(run(recipe, name="smal"), "The configuration sets no model._name: set it, or check")
