@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from lightseq_fairseq.base import files
+from lightseq_fairseq.base import files, utf8
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 
@@ -53,7 +53,7 @@ def main(words: list[str], hf_tokenizer: Path | None, sentencepiece: str | None)
 
 def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
     notes = []
-    for paths in () if args.dict_only else _splits(args):
+    for paths in _splits(args):
         counts = {}
         for path in paths:
             counts[path], returns = _lines(path)
@@ -61,7 +61,7 @@ def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Nam
                 raise UserError(f"{path} is empty: name a file with at least one line of text.")
             if returns:
                 notes.append(_note(path, returns))
-        if len(set(counts.values())) > 1:
+        if len(set(counts.values())) > 1 and not args.dict_only:
             told = ", ".join(f"{path} has {count} lines" for path, count in counts.items())
             raise UserError(
                 f"{told}: line n of each file must belong to the same sentence pair. Add or remove "
@@ -71,6 +71,8 @@ def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Nam
         raise UserError(f"{notes[0]} --alignfile cannot be used with it: replace it by a space.")
     for note in notes:
         click.echo(f"lightseq-preprocess: note: {note}", err=True)
+    if args.alignfile:
+        _lines(args.alignfile)
     _join(args)
     with contextlib.ExitStack() as within:
         within.enter_context(files.no_empty_folder(args.destdir))
@@ -108,7 +110,7 @@ def _splits(args: Namespace) -> Iterator[list[str]]:
         UserError: one of them does not exist. fairseq would already have made --destdir.
     """
     languages = [args.source_lang] if args.only_source else [args.source_lang, args.target_lang]
-    several = f"{args.validpref or ''},{args.testpref or ''}".split(",")
+    several = [] if args.dict_only else f"{args.validpref or ''},{args.testpref or ''}".split(",")
     for prefix in filter(None, [args.trainpref, *several]):
         paths = [prefix if end is None else f"{prefix}.{end}" for end in languages]
         for path in paths:
@@ -126,11 +128,15 @@ def _splits(args: Namespace) -> Iterator[list[str]]:
 
 
 def _lines(path: str) -> tuple[int, list[int]]:
-    """(number of lines, numbers of the lines with a carriage return inside) of a text file."""
+    """(number of lines, numbers of the lines with a carriage return inside) of a text file.
+
+    Raises:
+        UserError: a line is not UTF-8.
+    """
     count, returns = 0, []
     with open(path, "rb") as file:
-        for count, line in enumerate(file, 1):
-            if b"\r" in line.rstrip(b"\r\n"):
+        for count, line in enumerate(utf8.lines(file, path), 1):
+            if "\r" in line.rstrip("\r\n"):
                 returns.append(count)
     return count, returns
 

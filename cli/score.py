@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from typing import Any, TextIO
 
 import click
 
+from lightseq_fairseq.base import utf8
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.commands import own
 from lightseq_fairseq.cli.translate.text_output import text_output
@@ -107,7 +107,7 @@ def score(
             f"sacrebleu has no tokenizer {tokenize}: choose one of {', '.join(BLEU.TOKENIZERS)}."
         )
     language = detokenize if language_pair is None else _target(language_pair)
-    output = Output(system.name, lines_of(system))
+    output = Output(_name(system), lines_of(system))
     if compound_split:
         tokens = output.references() if reference is None else lines_of(reference)
         references = [split_compounds(tokens)]
@@ -272,16 +272,14 @@ class Output:
 
 
 def lines_of(file: TextIO) -> list[str]:
-    """The lines of a file, without their line ends; raises an error if it is not UTF-8."""
-    if isinstance(file, io.TextIOWrapper):
-        file.reconfigure(newline="\n")  # as in sacrebleu: a lone CR does not end a line
-    try:
-        # str.splitlines would also split at U+2028.
-        return [line.removesuffix("\n").removesuffix("\r") for line in file]
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file.name} is not UTF-8 text ({error}): convert it to UTF-8, for example with iconv."
-        ) from error
+    """The lines of a file, without their line ends; raises UserError if one is not UTF-8."""
+    # As in sacrebleu, a lone CR does not end a line. A standard input of click is not iterable.
+    found = utf8.lines(iter(file.buffer.readline, b""), _name(file))
+    return [line.removesuffix("\n").removesuffix("\r") for line in found]
+
+
+def _name(file: TextIO) -> str:
+    return utf8.STANDARD_INPUT if file.name == "<stdin>" else file.name
 
 
 def _test_set(name: str | None, pair: str | None) -> list[list[str]]:

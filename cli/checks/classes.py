@@ -7,6 +7,7 @@ import os
 import click
 import numpy as np
 
+from lightseq_fairseq.base import utf8
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, binarised
 from lightseq_fairseq.cli.checks.checkpoints import saved
@@ -162,8 +163,8 @@ def _values(path: str, count: int) -> int:
             f"{path} does not exist, from which --regression-target reads a line of --num-classes "
             "numbers for each sentence: write it, or remove --regression-target."
         )
-    with open(path, encoding="utf-8") as file:
-        lines = file.read().splitlines()
+    with open(path, "rb") as file:
+        lines = [line.rstrip() for line in utf8.lines(file, path)]
     for number, line in enumerate(lines, 1):
         try:
             values = [float(x) for x in line.split()]

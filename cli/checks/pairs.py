@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightseq_fairseq.base import families
+from lightseq_fairseq.base import families, utf8
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, search, values
 from lightseq_fairseq.cli.checks.checkpoints import saved
@@ -268,8 +268,8 @@ def other_form(folder: str, split: str, args: argparse.Namespace) -> UserError:
 
 
 def _lines(path: str) -> int:
-    with open(path, encoding="utf-8", newline="\n") as file:
-        count = sum(1 for _ in file)
+    with open(path, "rb") as file:
+        count = sum(1 for _ in utf8.lines(file, path))
     if count == 0:
         raise UserError(
             f"{path} is empty: write the sentences of the split to it, or choose another split."

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lightseq_fairseq.base import files
+from lightseq_fairseq.base import files, utf8
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 from lightseq_fairseq.fairseq_compat.lines import buffered_read
@@ -130,7 +130,8 @@ def translate(cfg: Any, target: Path, words: list[str]) -> UnknownWords:
     Returns: the counts of the source tokens that this process has read.
 
     Raises:
-        UserError: the file cannot be read or written, or an unfinished translation is there.
+        UserError: the file cannot be read or written, a line of it is not UTF-8, or an unfinished
+            translation is there.
     """
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -140,7 +141,7 @@ def translate(cfg: Any, target: Path, words: list[str]) -> UnknownWords:
     source, rank = Path(cfg.interactive.input), _Rank.of_environment()
     try:
         with open(source, "rb") as file:
-            lines = sum(1 for _ in file)
+            lines = sum(1 for _ in utf8.lines(file, str(source)))  # a bad line is refused now
     except OSError as error:
         raise UserError(f"{source} cannot be read: {error.strerror}.") from error
     block = cfg.interactive.buffer_size if cfg.interactive.buffer_size > 0 else BLOCK

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightseq_fairseq.base import utf8
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.tokenizer import Tokenizer
 from lightseq_fairseq.checkpoints.correspondence import Counterpart
@@ -103,12 +104,14 @@ def _lines(texts: Sequence[Path]) -> Iterator[list[str]]:
     """The lines of files, a few thousand at a time."""
     for text in texts:
         try:
-            with open(text, encoding="utf-8") as file:
-                while lines := [line.strip() for line in itertools.islice(file, 4096)]:
+            with open(text, "rb") as file:
+                found = utf8.lines(file, str(text))
+                while lines := [line.strip() for line in itertools.islice(found, 4096)]:
                     yield lines
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise UserError(f"{text} cannot be read ({reason}): check --only-words-of.") from error
+        except OSError as error:
+            raise UserError(
+                f"{text} cannot be read ({error.strerror}): check --only-words-of."
+            ) from error
 
 
 def _always(whole: dict[str, Any], ids: dict[str, int], used: set[int]) -> set[int]:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightseq_fairseq.base import utf8
+
 
 def find_offsets(filename: str, num_chunks: int) -> list[int]:
     """The offsets that divide a file into ``num_chunks`` parts of whole lines."""
@@ -35,8 +37,9 @@ def enter(original: Callable[..., Any], self: Any) -> Any:
 def read_data(self: Any, path: str, dictionary: Any) -> None:
     import numpy as np  # here, because --help of commands that import this module is fast
 
-    with open(path, encoding="utf-8", newline="\n") as file:
-        self.lines = [line.removesuffix("\n").removesuffix("\r") for line in file]
+    with open(path, "rb") as file:
+        found = utf8.lines(file, path)
+        self.lines = [line.removesuffix("\n").removesuffix("\r") for line in found]
     self.tokens_list = [
         dictionary.encode_line(
             line, add_if_not_exist=False, append_eos=self.append_eos,
@@ -50,11 +53,11 @@ def read_data(self: Any, path: str, dictionary: Any) -> None:
 def buffered_read(path: str, buffer_size: int) -> Iterator[list[str]]:
     """``buffer_size`` lines at a time of a file, or of standard input if ``path`` is "-"."""
     with contextlib.ExitStack() as opened:
-        file = sys.stdin
+        file, name = sys.stdin.buffer, utf8.STANDARD_INPUT
         if path != "-":
-            file = opened.enter_context(open(path, encoding="utf-8", newline="\n"))
+            file, name = opened.enter_context(open(path, "rb")), path
         buffer: list[str] = []
-        for line in file:
+        for line in utf8.lines(file, name):
             buffer.append(line.strip())
             if len(buffer) >= buffer_size:
                 yield buffer

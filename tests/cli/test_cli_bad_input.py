@@ -55,6 +55,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dictionary.rename(dictionary.with_name(f"{name}.txt"))
     (place / "latin1.de").write_bytes(b"caf\xe9\n" + b"un mot\n" * 20_000)
     (place / "latin1_later.de").write_bytes(b"un mot\n" * 20_000 + b"caf\xe9\n")
+    (place / "text" / "train.latin1").write_bytes(b"0-0\n\xe9\n" + b"0-0\n" * 38)
+    shutil.copytree(place / "bin", place / "raw", ignore=shutil.ignore_patterns("*.idx", "*.bin"))
+    for split in SPLITS:
+        (place / "raw" / f"{split}.de-en.de").write_bytes(b"w1\nw\xe9\n")
+        (place / "raw" / f"{split}.de-en.en").write_bytes(b"v1\nv2\n")
     for name in ("latin1", "latin1_later"):
         (place / f"{name}.en").write_text("a word\n" * 20_001)
     (place / "dotted.tasks").mkdir()

@@ -203,8 +203,9 @@ def test_what_cannot_be_scored_is_refused(
     lines(tmp_path / "short", REFERENCES[:2])
     lines(tmp_path / "cut", ["H-2\t-1.0\tx", "D-2\t-1.0\tx", "T-2\tx"])
     (tmp_path / "empty").touch()
-    (tmp_path / "latin").write_bytes("Straße".encode("latin-1"))
-    result = run("score", *words.format(tmp_path).split())
+    latin = "Haus\nStraße".encode("latin-1")
+    (tmp_path / "latin").write_bytes(latin)
+    result = run("score", *words.format(tmp_path).split(), input=latin)
     assert result.exit_code == 2, (result.output, result.exception)
     assert matches(result.stderr, f"lightseq-score: error: {sentence}\n")
     assert result.stdout == ""

@@ -384,6 +384,7 @@ def test_the_task_of_a_checkpoint(chain: Chain, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "sentence"), refusals(__file__, "test_raw_text"))
 def test_refuses(words: str, sentence: str, chain: Chain, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "latin").write_bytes(b"the\ncaf\xe9\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "larger").mkdir()
     for path in chain.nllb.iterdir():

@@ -261,7 +261,7 @@ def test_what_is_refused_leaves_the_file_alone(place: Path, tmp_path: Path) -> N
     latin.write_bytes("Straße\n".encode("latin-1"))
     for words, sentence in (
         ([], "the checkpoint does not exist"),
-        (["--reference", latin], f"{latin} is not UTF-8 text"),
+        (["--reference", latin], f"Line 1 of {latin} is not UTF-8 (byte 0xdf)"),
         (["--distributed-world-size", "2", "--scoring", "chrf"], "add --distributed-world-size 1"),
     ):
         path = [] if words else ["--path", tmp_path / "the checkpoint"]
@@ -318,11 +318,12 @@ def test_a_language_model_is_refused(place: Path, tmp_path: Path) -> None:
 # --- interactive
 
 
-def interactive(place: Path, *words: str | Path) -> Result:
+def interactive(place: Path, *words: str | Path, input: bytes | None = None) -> Result:
     flags = shlex.split("--cpu --beam 2 --max-len-b 5")
     return run(
-        "interactive", place / "data", "--path", place / "checkpoint_last.pt", *flags, *words
-    )
+        "interactive", place / "data", "--path", place / "checkpoint_last.pt", *flags, *words,
+        input=input,
+    )  # fmt: skip
 
 
 def test_a_line_is_answered_at_once(place: Path) -> None:
@@ -380,9 +381,12 @@ def test_bad_lines(place: Path, tmp_path: Path) -> None:
     assert note.endswith("add --bpe subword_nmt --bpe-codes FILE --remove-bpe.")
     assert "Sentence 2 (counted from 0) has (" in error and "31" in error
     lines.write_bytes("w1\nStraße\n".encode("latin-1"))
-    result = interactive(place, "--input", lines)
-    assert result.exit_code == 2
-    assert "The text is not UTF-8 (byte 0xdf in position" in result.stderr.splitlines()[-1]
+    for source, name in ((lines, lines), ("-", "standard input")):
+        for native in ([], ["--native"]):
+            words = ["--input", source, *native]
+            result = interactive(place, *words, input=lines.read_bytes())
+            assert result.exit_code == 2 and of_kind(result.stdout, "S") == ["w1"]
+            assert f"Line 2 of {name} is not UTF-8 (byte 0xdf)" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("flags", ["", "--native", "--buffer-size 2 --batch-size 2"])

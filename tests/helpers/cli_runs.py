@@ -34,11 +34,14 @@ SMALL = shlex.split(
 )
 
 
-def run(command: str, *words: str | Path) -> Result:
-    """Runs ``lightseq-<command>`` with ``words``; afterwards fairseq's modules are as before."""
+def run(command: str, *words: str | Path, input: bytes | None = None) -> Result:
+    """Runs ``lightseq-<command>`` with ``words``; ``input`` is its standard input.
+
+    Afterwards fairseq's modules are as before.
+    """
     module = importlib.import_module(f"lightseq_fairseq.cli.{command.replace('-', '_')}")
     with unchanged():
-        return CliRunner().invoke(module.main, [str(word) for word in words])
+        return CliRunner().invoke(module.main, [str(word) for word in words], input)
 
 
 def succeed(command: str, *words: str | Path) -> str:

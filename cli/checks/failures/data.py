@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from lightseq_fairseq.base import utf8
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.checks.checkpoints import initial, saved
 from lightseq_fairseq.cli.checks.failures.known import Known, Rule
@@ -87,8 +88,6 @@ def _unnamed_sets(found: re.Match[str], request: Request) -> str:
     )
 
 
-_NOT_UTF8 = "The text is not UTF-8 ({}): convert it to UTF-8, for example with iconv."
-
 RULES: tuple[Rule, ...] = (
     Known(r"Too long for a batch: (\d+) tokens, not (\d+)", _over_max_tokens),
     Known(r"No batch: (\d+) sentences, the shortest of (\d+) tokens", _nothing_to_batch),
@@ -120,10 +119,10 @@ RULES: tuple[Rule, ...] = (
         "Incorrect encoding detected in",
         lambda found, request: f"A dictionary cannot be read: {ended(found.string)}",
     ),
-    Known(
-        r"'utf-8' codec can't decode (.*?): ", _NOT_UTF8.format("{1}"), kind="UnicodeDecodeError"
+    Known(  # of another file than the texts, such as the codes of --bpe
+        r"'utf-8' codec can't decode (.*?): ",
+        utf8.failure("A file that the command reads", "{1}"),
+        kind="UnicodeDecodeError",
     ),
-    # fairseq seeks the start of a character before the beginning of the file.
-    Known("negative seek", _NOT_UTF8.format("the beginning of a file"), source="file_chunker"),
     Known(r"Valid paths \[(.*)\] will be ignored", _unnamed_sets),
 )
