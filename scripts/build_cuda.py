@@ -19,7 +19,6 @@ nvcc reads torch's headers for most of its time, so a quick build compiles sever
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -35,6 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from scripts.csrc_units import groups_of, included, joined, text_of  # noqa: E402
+
 QUICK = os.environ.get("LIGHTSEQ_CUDA_QUICK") == "1"
 OBJECTS = ROOT / "build" / ("quick" if QUICK else "cuda")
 OUTPUT = OBJECTS if QUICK else ROOT / "lightseq_fairseq" / "_lib"
@@ -51,9 +53,6 @@ WGMMA = '"common/ptx/wgmma.cuh"'
 # Units that take nvcc longest, and whose kernels may spill registers. A quick build does not
 # optimise them; of the others, it optimises the kernels, so that ptxas reports spilled registers.
 UNOPTIMISED = frozenset({"mma_bwd", "mma_fwd", "short_bwd", "wgmma_bwd"})
-# The borders of a unit's unnamed namespace.
-UNNAMED = re.compile(r"^namespace \{$|^\}  // namespace$", re.M)
-FUNCTION = re.compile(r"^(\w[^{}]*\{)$", re.M)  # up to the brace before its body
 # A header that a quick build reads in place of thrust's.
 SHORT_THRUST = ROOT / "csrc" / "common" / "quick" / "thrust" / "complex.h"
 HOPPER = "sm_90"  # the GPU that runs a library built with --acts-as
@@ -288,81 +287,9 @@ def remove_partials(folder: Path) -> None:
                 pass  # the process exists and belongs to another user
 
 
-@functools.cache
-def text_of(path: Path) -> str:
-    return path.read_text()
-
-
-def included(unit: Path, *folders: Path) -> tuple[list[Path], set[str]]:
-    """The headers in the folders that a file includes, also those that these include, and the names
-    of the other headers."""
-    found: set[Path] = set()
-    others: set[str] = set()
-    pending = [unit]
-    while pending:
-        path = pending.pop()
-        for name in re.findall(r'(?m)^\s*#\s*include\s+["<](.+)[">]', text_of(path)):
-            places = (folder / name for folder in (path.parent, *folders))
-            header = next(filter(Path.is_file, places), None)
-            if header is None:
-                others.add(name)
-            elif header not in found:
-                found.add(header)
-                pending.append(header)
-    return sorted(found), others
-
-
-@functools.cache
-def names_in(path: Path) -> frozenset[str]:
-    """The identifiers of a file that are not in comments or strings."""
-    return frozenset(re.findall(r"[A-Za-z_]\w*", re.sub(r'//.*|"[^"\n]*"', "", text_of(path))))
-
-
-def groups_of(units: list[Path], folders: list[Path]) -> list[list[Path]]:
-    """Units that a quick build compiles as one.
-
-    A unit that lacks an include does not compile in a real build. So it must not compile here only
-    because units before it have that include: none of its names is only in headers of others.
-    """
-    headers = {unit: included(unit, *folders) for unit in units}
-    groups: list[list[Path]] = []
-
-    def kind(unit: Path) -> tuple[bool, bool, bool]:
-        named = len(UNNAMED.findall(text_of(unit))) == 2
-        return named, WGMMA in text_of(unit), unit.stem in UNOPTIMISED
-
-    def fits(unit: Path, group: list[Path]) -> bool:
-        own, others = headers[unit]
-        known = frozenset[str]().union(*map(names_in, own))
-        foreign = {header for before in group for header in headers[before][0]}.difference(own)
-        return (
-            kind(unit)[0]
-            and all(kind(before) == kind(unit) for before in group)
-            and all(headers[before][1] <= others for before in group)
-            and not any(names_in(header) - known & names_in(unit) for header in foreign)
-        )
-
-    for unit in sorted(units, key=lambda unit: (len(headers[unit][0]), unit)):
-        group = next((group for group in groups if fits(unit, group)), None)
-        if group is None:
-            groups.append([unit])
-        else:
-            group.append(unit)
-    return groups
-
-
-def joined(units: list[Path]) -> str:
-    """One source of several units, each with its unnamed namespace in a namespace ``unit_<stem>``.
-
-    So units may define the same names. The functions after an unnamed namespace use names in it.
-    """
-    parts = []
-    for unit in units:
-        begin, inside, end = UNNAMED.split(text_of(unit))
-        inside = f"namespace unit_{unit.stem} {{ namespace {{{inside}}} }}"
-        end = FUNCTION.sub(rf"\1 using namespace unit_{unit.stem};", end)
-        parts.append(f'#line 1 "{unit.name}"\n{begin}{inside}{end}')
-    return "".join(parts)
+def kind_of(unit: Path) -> tuple[bool, bool]:
+    """Equal for units that a quick build compiles with the same options."""
+    return WGMMA in text_of(unit), unit.stem in UNOPTIMISED
 
 
 def compile_sources(
@@ -426,7 +353,7 @@ def compile_sources(
         return group[0].stem not in UNOPTIMISED, -size, group[0].stem
 
     torch = toolchain.torch / "include"
-    groups = groups_of(units, [sources, torch]) if QUICK else [[unit] for unit in units]
+    groups = groups_of(units, [sources, torch], kind_of) if QUICK else [[unit] for unit in units]
     with ThreadPoolExecutor(jobs) as pool:
         results = sorted(
             pool.map(compile_one, sorted(groups, key=length)), key=lambda result: result[0].name

@@ -248,7 +248,8 @@ def test_a_quick_build_compiles_units_as_one_that_also_compile_alone(tmp_path):
         (tmp_path / f"{stem}.cu").write_text(text)
     (tmp_path / "no_unnamed_namespace.cu").write_text("constexpr int kNone = 2;\n")
     build = runpy.run_path(BUILD[1])
-    groups = build["groups_of"](sorted(tmp_path.glob("*.cu")), [tmp_path])
+    units = sorted(tmp_path.glob("*.cu"))
+    groups = build["groups_of"](units, [tmp_path], build["kind_of"])
     found = sorted([unit.stem for unit in group] for group in groups)
     assert found == [
         ["a", "c", "d", "f"],
