@@ -207,9 +207,11 @@ as the command says:
 * **Lengths:** a sentence that exceeds `--max-tokens` or `--max-tokens-valid`, and blocks of text
   that are longer than the language model (`fairseq-eval-lm` leaves them out).
 * **Values:** unknown names of a task, arch, optimizer and so on, text that fairseq cannot evaluate,
-  NaN, counts below 0 or 1, probabilities above 1, a `--lenpen` beyond 50, more `--sampling-topk`
-  than words, settings of masks or of adaptive softmax that contradict each other, and a
-  `--best-checkpoint-metric` that validation does not measure.
+  NaN, counts below 0 or 1 (but -1 may turn a flag off, as in `--patience -1`), rates below 0,
+  dropout, layer drop, label smoothing and Adam's betas of 1 or more (with a layer drop of 1 no
+  layer would be trained), a `--lenpen` beyond 50, more `--sampling-topk` than words, settings of
+  masks or of adaptive softmax that contradict each other, and a `--best-checkpoint-metric` that
+  validation does not measure.
 * **Text:** a `--remove-bpe` that is unknown or does not fit the dictionary, `--replace-unk` with
   joined subwords, `--constraints` in `lightseq-generate`, and options of translation for a language
   model.

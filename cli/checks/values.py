@@ -15,7 +15,7 @@ from typing import Any
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request
-from lightseq_fairseq.cli.words import registries, synonyms
+from lightseq_fairseq.cli.words import completions, synonyms
 from lightseq_fairseq.cli.words.argv import flag_of
 
 
@@ -70,37 +70,80 @@ def texts(request: Request) -> None:
         raise UserError(f"--eval-bleu-detok {detokenizer} is unknown: choose one of {known}.")
 
 
-_FROM_NONE = ("num_workers", "seed")
-_FROM_ONE = (
-    *("beam", "nbest", "update_freq", "max_tokens", "batch_size", "distributed_world_size"),
-    *("required_batch_size_multiple", "required_seq_len_multiple"),
-    *("save_interval", "validate_interval", "log_interval"),
+# Ranges of numbers: (pattern of the names of settings, test of a value, range for the message).
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        r"beam|nbest|update_freq|distributed_world_size|(max_tokens|batch_size)(_valid)?|"
+        r"required_(batch_size|seq_len)_multiple|(save|validate|log)_interval|"
+        r"(en|de)coder_(attention_heads|(ffn_)?embed_dim)",
+        lambda count: count >= 1,
+        "at least 1",
+    ),
+    # A dropout of 1 leaves nothing of the activations, and a layerdrop of 1 no layer to train.
+    (
+        r"\w*drop\w*|label_smoothing|adam_betas|(slowmo_)?momentum|adadelta_rho|beta1",
+        lambda rate: 0 <= rate < 1,
+        "at least 0 and below 1",
+    ),
+    (
+        r"word_blanking_prob|eos_prob_threshold|quant_noise_(pq|scalar)|ema_decay|zoneout",
+        lambda rate: 0 <= rate <= 1,
+        "from 0 to 1",
+    ),
+    (
+        r"((min|max)_)?lr|lr_(shrink|decay)|(init|final)_lr_scale|end_learning_rate|"
+        r"weight_decay|\w+_eps",
+        lambda rate: rate >= 0,
+        "at least 0",
+    ),
+    # A term of a sum, and numbers whose range depends on another one.
+    (r"max_len_b|distributed_rank|context_window", lambda _: True, "any number"),
 )
 
 
 def numbers(request: Request) -> None:
-    """Raises UserError on counts that are too low, an invalid rank, and rates outside [0, 1)."""
+    """Raises UserError on counts that are too low, an invalid rank, and rates out of their range.
+
+    Flags that only a --user-dir defines may have any value.
+    """
     args = request.args
-    for least, counted in enumerate((_FROM_NONE, _FROM_ONE)):
-        for name in counted:
-            found = getattr(args, name, None)
-            counts = found if isinstance(found, list) else [found]
-            for count in counts:
-                if count is not None and count < least:
-                    raise UserError(f"{flag_of(name)} is {count}: it must be at least {least}.")
+    known = {*completions.flags(request.command, request.argv), *completions.of_archs()}
+    for action in request.parser._actions:
+        limits = _range(action)
+        if limits is None or not known & {*action.option_strings}:
+            continue
+        is_right, wanted = limits
+        for number in _numbers(getattr(args, action.dest, None)):
+            if not is_right(number):
+                flag = flag_of(action.dest)
+                raise UserError(f"{flag} is {number}: it must be {wanted}.")
     rank, ranks = args.distributed_rank, args.distributed_world_size
     if rank is not None and not 0 <= rank < ranks:
         raise UserError(
             f"--distributed-rank is {rank}, but --distributed-world-size is {ranks}: the rank "
             f"must be at least 0 and below {ranks}."
         )
-    if not registries.is_fused(getattr(args, "arch", None)):  # fairseq checks its own models
-        return
-    for name in ("dropout", "attention_dropout", "activation_dropout", "relu_dropout",
-                 "label_smoothing"):  # fmt: skip
-        rate = getattr(args, name, None) or 0
-        if not 0 <= rate < 1:
-            raise UserError(f"{flag_of(name)} is {rate}: it must be at least 0 and below 1.")
+
+
+def _range(action: argparse.Action) -> tuple[Callable[[float], bool], str] | None:
+    """(test of a value of the flag, range for the message); None if it may have any value."""
+    for pattern, is_right, wanted in _RANGES:
+        if re.fullmatch(pattern, action.dest):
+            return is_right, wanted
+    # Other counts; if the default is negative, negative numbers turn something off.
+    if action.type is int and not any(x < 0 for x in _numbers(action.default)):
+        return (lambda count: count >= 0), "at least 0"
+    return None
+
+
+def _numbers(value: Any) -> list[float]:
+    """The numbers in the value of a setting."""
+    if isinstance(value, str):  # such as that of --adam-betas
+        try:
+            value = ast.literal_eval(value)
+        except (SyntaxError, TypeError, ValueError):
+            return []
+    return [x for x in (value if isinstance(value, (list, tuple)) else [value]) if _is_number(x)]
 
 
 def criterion_of_classes(request: Request) -> None:

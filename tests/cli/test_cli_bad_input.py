@@ -190,6 +190,8 @@ GOOD = [
     f"train short {NATIVE} {SIZE} --batch-size 1",
     f"train long {LS} {SIZE} {POSITIONS} {SKIP}",
     f"train bin {LS} {SIZE} --bf16",
+    # off, as fairseq defines
+    f"train bin {LS} {SIZE} --patience -3 --keep-best-checkpoints -2 --keep-last-epochs -1",
     # fairseq's default, given explicitly
     f"train bin {LS} {SIZE} --restore-file checkpoint_last.pt",
     f"train bin {LS} {SIZE} --report-accuracy --best-checkpoint-metric accuracy",

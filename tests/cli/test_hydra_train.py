@@ -164,9 +164,9 @@ def test_an_arch_of_the_users_folder(recipe: Path, user_dir: str) -> None:
 def test_other_components_of_the_users_folder(
     recipe: Path, user_dir: str, group: str, name: str, others: list[str]
 ) -> None:
-    result = run(recipe, user_dir, OURS, f"{group}._name={name}", f"+{group}.volume=5", *others)
+    result = run(recipe, user_dir, OURS, f"{group}._name={name}", f"+{group}.volume=-5", *others)
     (command,) = commands(result)
-    assert {f"--{group.replace('_', '-')}={name}", "--volume=5"} <= {*command}
+    assert {f"--{group.replace('_', '-')}={name}", "--volume=-5"} <= {*command}
     refused(run(recipe, user_dir, OURS, f"{group}._name={name}", f"+{group}.loud=5", *others),
             f"{group}.loud is no setting of training with {group} {name}: remove it.")  # fmt: skip
 

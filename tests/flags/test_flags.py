@@ -176,6 +176,8 @@ def spelled(command: str, wanted: set[str], chosen: tuple[str, ...] = ("",) * 4)
 def another(action: argparse.Action) -> str:
     if action.choices:
         return next(str(choice) for choice in action.choices if choice != action.default)
+    if action.type is float:  # some are probabilities
+        return "0.7"
     return "7" if str(action.default) != "7" else "5"
 
 
