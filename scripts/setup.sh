@@ -7,6 +7,7 @@
 #
 #   PYTHON=python3.12 bash scripts/setup.sh    another Python (default: the first of 3.10 to 3.13)
 #   LIGHTSEQ_BUILD=1                           the CUDA kernels are wanted: no nvcc is an error
+#   LIGHTSEQ_BUILD=possible                    compile them if there is nvcc, also without a GPU
 #   LIGHTSEQ_BUILD=0                           leave the CUDA kernels out
 #   LIGHTSEQ_CUDA_ARCHITECTURES=80,90          compile for these instead of this machine's GPU
 #   LIGHTSEQ_FAIRSEQ_HOOK=0                    no import hook for fairseq (lightseq_fairseq.startup)
@@ -46,6 +47,9 @@ for extra in ${given//,/ }; do
     [[ $known == *" $extra "* ]] || fail "$extra is none of the extras in setup.cfg:$known"
 done
 
+[[ ${LIGHTSEQ_BUILD:-useful} =~ ^(0|1|useful|possible)$ ]] ||
+    fail "LIGHTSEQ_BUILD is $LIGHTSEQ_BUILD: set it to 0, 1 or possible"
+
 if [ -x .venv/bin/pip ]; then # pip comes last: a .venv without it is unfinished
     is_supported .venv/bin/python ||
         fail ".venv holds a Python other than 3.10 to 3.13: remove .venv and run this again"
@@ -64,15 +68,32 @@ assert tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 11)' 2>
     "$python" -m pip install --quiet torch==2.13.0
 fi
 
+case ${LIGHTSEQ_BUILD:-useful} in
+    0) build=(true) && echo "setup: CUDA kernels left out (LIGHTSEQ_BUILD=0)" ;;
+    1) build=("$python" scripts/build_cuda.py --install-headers) ;;
+    useful | possible)
+        build=("$python" scripts/build_cuda.py --install-headers "--if-${LIGHTSEQ_BUILD:-useful}")
+        ;;
+esac
+# The kernels need only torch and nvcc, so they are compiled while pip goes on.
+kernels=
+compile_kernels() {
+    "${build[@]}" &
+    kernels=$!
+    trap 'kill "$kernels" 2>/dev/null || true' EXIT
+}
+[[ ,$given, == *,nvcc,* ]] || compile_kernels
+
 extras=fairseq,export,bench,examples${1:+,$1}
 stamp=.venv/lightseq-setup-$extras
 wanted=$(cat setup.cfg setup.py pyproject.toml; pwd)
 if [ "$wanted" != "$(cat "$stamp" 2>/dev/null)" ]; then
     echo "setup: lightseq_fairseq and what it needs"
-    # Unset LIGHTSEQ_BUILD: pip would fetch another torch for the build. Kernels are compiled below.
+    # Unset LIGHTSEQ_BUILD: pip would fetch another torch for the build.
     env -u LIGHTSEQ_BUILD "$python" -m pip install --quiet --editable ".[$extras]"
     echo "$wanted" >"$stamp"
 fi
+[ -n "$kernels" ] || compile_kernels # by the compiler that pip has installed
 
 # fairseq comes last, because pip would then warn that fairseq's own requirements are not met.
 if ! "$python" -c 'import importlib.metadata; importlib.metadata.version("fairseq")' 2>/dev/null; then
@@ -92,11 +113,6 @@ else
     "$python" -W ignore::RuntimeWarning:runpy -m lightseq_fairseq.startup
 fi
 
-case ${LIGHTSEQ_BUILD:-} in
-    0) echo "setup: CUDA kernels left out (LIGHTSEQ_BUILD=0)" ;;
-    1) "$python" scripts/build_cuda.py --install-headers ;;
-    *) "$python" scripts/build_cuda.py --install-headers --if-useful ;;
-esac
-
+wait "$kernels"
 PATH=$PWD/.venv/bin:$PATH "$python" -m lightseq_fairseq.cli.doctor
 echo "setup: done; activate it with: . .venv/bin/activate"

@@ -10,9 +10,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Otherwise each process that a test starts would compile our modules again.
 unset PYTHONDONTWRITEBYTECODE
 
-bash scripts/setup.sh docs,test
-PATH=$PWD/.venv/bin:$PATH
-
 # Commands that fail when a generated file is older than what it is generated from.
 up_to_date=("python -m scripts.tables --check" "python -m scripts.flags --check")
 
@@ -34,7 +31,7 @@ check_texts() {
     done
 }
 
-# Without a GPU nobody will run the kernels, so the build need not make them fast.
+# Without a GPU nobody will run the kernels, so the build of setup.sh need not make them fast.
 compiled=cuda
 if ! command -v nvidia-smi >/dev/null; then
     compiled=quick
@@ -45,7 +42,8 @@ objects=${XDG_CACHE_HOME:-$HOME/.cache}/lightseq_fairseq/cuda
 mkdir -p "build/$compiled" "$objects"
 find "$objects" -type f -mtime +14 -delete
 cp --link --no-clobber "$objects"/. "build/$compiled" --recursive 2>/dev/null || true
-check python scripts/build_cuda.py --install-headers --if-possible
+check env LIGHTSEQ_BUILD=possible bash scripts/setup.sh docs,test
+PATH=$PWD/.venv/bin:$PATH
 cp --link --no-clobber "build/$compiled"/*-*.* "$objects" 2>/dev/null || true
 # The oldest transformers that accelerate supports, in a folder of its own.
 oldest=$PWD/build/transformers-5.0.0
