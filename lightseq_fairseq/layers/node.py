@@ -6,7 +6,7 @@ Shapes: T = rows, K = columns, P = padded rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.memory import passes
 from lightseq_fairseq.ops import Cast
+
+if TYPE_CHECKING:
+    from lightseq_fairseq.layers.residual_norm import Ending
 
 
 class Input(NamedTuple):
@@ -24,12 +27,14 @@ class Input(NamedTuple):
         values: E4M3 [T, K], read only with ``cast``.
         transpose: E4M3 [K, P], see ``ops.Quantised``; empty or None if backward is to make it of x.
         cast: the scalars of the product for which x was cast.
+        ending: the product is to compute the end of the sublayer before, too, and x does not exist.
     """
 
     x: Tensor
     values: Tensor | None = None
     transpose: Tensor | None = None
     cast: Cast | None = None
+    ending: Ending | None = None
 
     @classmethod
     def of(cls, x: Tensor | Input) -> Input:

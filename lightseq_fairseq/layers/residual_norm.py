@@ -5,7 +5,7 @@ Shapes: T = packed tokens, C = model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -44,6 +44,33 @@ class Affine(NamedTuple):
         return (self.gamma,) if self.beta is None else (self.gamma, self.beta)
 
 
+@dataclass
+class Ending:
+    """The end of a sublayer, which the product that reads its result computes, too.
+
+    Attributes:
+        h, bias, residual, norm: as in `ResidualNorm`.
+        is_pre_norm: see there.
+        kept: the residual of the next sublayer; exists after `multiply`.
+    """
+
+    h: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    norm: Affine
+    is_pre_norm: bool
+    kept: Tensor = field(init=False)
+
+    def multiply(self, weight: Tensor, bias: Tensor | None, activation: str = "identity") -> Tensor:
+        """activation(x weight^T + bias) [T, N] of the end's result x [T, C]."""
+        kept, y = ops.norm_linear_fwd(
+            self.h, self.bias, self.residual, *self.norm, weight, bias, activation,
+            keep_result=not self.is_pre_norm,
+        )  # fmt: skip
+        self.kept = kept if kept.numel() else self.h
+        return y
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResidualNorm:
     """The end of one sublayer; or, without ``bias`` and residual, a LayerNorm by itself.
@@ -56,6 +83,7 @@ class ResidualNorm:
         is_pre_norm: the sum is the residual of the next sublayer; otherwise the result is.
         cast: of the product that reads the result, if it is in fp8.
         keeps_y: others read the result as well.
+        joins: nothing is trained or dropped, and the product that reads the result computes it.
     """
 
     norm: Affine | None
@@ -64,6 +92,7 @@ class ResidualNorm:
     is_pre_norm: bool = True
     cast: Cast | None = None
     keeps_y: bool = True
+    joins: bool = False
 
     @property
     def _vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -74,11 +103,18 @@ class ResidualNorm:
     def parameters(self) -> tuple[Tensor, ...]:
         return tuple(vector for vector in self._vectors if vector is not None)
 
-    def forward(self, h: Tensor, residual: Tensor | None) -> tuple[Input, Tensor, Any]:
+    def forward(
+        self, h: Tensor, residual: Tensor | Ending | None
+    ) -> tuple[Input, Tensor | Ending, Any]:
         """The result, the residual of the next sublayer, and what backward needs.
 
         h: [T, C], the result of the sublayer's last product, without bias.
         """
+        residual = residual.kept if isinstance(residual, Ending) else residual
+        if self.joins:
+            assert self.norm is not None
+            ending = Ending(h, self.bias, residual, self.norm, self.is_pre_norm)
+            return Input(h, ending=ending), ending, None
         bias, gamma, beta = self._vectors
         eps = 0.0 if self.norm is None else self.norm.eps
         total, y, mean, rstd, values, transpose = ops.dropout_residual_layer_norm_fwd(
