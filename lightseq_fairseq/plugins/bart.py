@@ -5,7 +5,6 @@ Shapes: B = sentences, L = longest sentence, T = packed tokens, C = model width,
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -23,6 +22,8 @@ _TABLES = (
     *("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     "decoder.output_projection.weight",
 )
+# Of fairseq's bart.base, and words of its dictionary file with those that every dictionary has.
+_BASE_ROWS, _BASE_WORDS = 51_201, 50_264
 
 
 @register_model("ls_bart")
@@ -87,27 +88,20 @@ class LSBARTModel(LSTransformerModel, BARTModel):
         return [p for module in others for p in module.parameters()]
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
-        """As in fairseq, and without the rows of dummy words that the dictionary lacks.
+        """As in fairseq, and with the rows of bart.base that its dictionary has.
 
         fairseq compares sizes alone: it drops the last row, that of <mask>, if the checkpoint has
         one more than the dictionary. But bart.base has 936 dummy words, madeupword0003 to
         madeupword0938, that the dictionary of the other files, made for the same text, lacks.
         """
-        words = self.encoder.dictionary
-        has_mask = "<mask>" in words
-        table = state_dict.get(_TABLES[0])
-        known = len(words) - has_mask  # before <mask>, which is the last word in both
-        if table is not None and len(table) > known + 1 and _is_dummy(words[known - 1]):
+        words, table = self.encoder.dictionary, state_dict.get(_TABLES[0])
+        known = len(words) - ("<mask>" in words)  # before <mask>, which is the last word in both
+        if table is not None and (len(table), known) == (_BASE_ROWS, _BASE_WORDS):
             for place in _TABLES:
                 if place in state_dict:
                     rows = state_dict[place]
                     state_dict[place] = torch.cat([rows[:known], rows[-1:]])
         super().upgrade_state_dict_named(state_dict, name)
-
-
-def _is_dummy(word: str) -> bool:
-    """Whether a word only fills up a dictionary."""
-    return re.fullmatch(r"madeupword\d{4}", word) is not None
 
 
 def _rolled(source: Rows) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lightseq_fairseq.layers import draw_rng
 from lightseq_fairseq.memory.packing import Granularity
 from lightseq_fairseq.memory.parameters import with_spare_rows
+from lightseq_fairseq.plugins import bart
 from lightseq_fairseq.training.batch import packing
 
 ARCHS = ARCH_MODEL_INV_REGISTRY["bart"]
@@ -176,7 +177,12 @@ DUMMIES = ["madeupword0001", "madeupword0002"]
         (["madeupword0000", "<mask>"], ["<mask>"]),
     ],
 )
-def test_rows_follow_the_words(corpus: Path, kept: list[str], more: list[str]) -> None:
+def test_rows_follow_the_words(
+    corpus: Path, kept: list[str], more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = parity.VOCABULARY + 1 + len(DUMMIES) + 1, parity.VOCABULARY + 1
+    monkeypatch.setattr(bart, "_BASE_ROWS", sizes[0])
+    monkeypatch.setattr(bart, "_BASE_WORDS", sizes[1])
     task, model = build(corpus, LS)
     names = [name for name, x in model.state_dict().items() if len(x) == parity.VOCABULARY]
     words = task.source_dictionary
@@ -191,10 +197,16 @@ def test_rows_follow_the_words(corpus: Path, kept: list[str], more: list[str]) -
         assert torch.equal(state[name], table[[before.index(word) for word in words.symbols]])
 
 
-def test_a_file_without_the_words_is_not_cut(corpus: Path) -> None:
-    """Only dummy words may be lacking: another dictionary is an error when the file is loaded."""
-    model = build(corpus, LS)[1]
-    state = {name: torch.cat([x, x[:2]]) if len(x) == parity.VOCABULARY else x
+@pytest.mark.parametrize("kept", [[], ["madeupword0000"]])
+def test_a_file_without_the_words_is_not_cut(corpus: Path, kept: list[str]) -> None:
+    """Another dictionary is an error when the file is loaded, also if dummies fill it up."""
+    task, model = build(corpus, LS)
+    for word in kept:
+        task.source_dictionary.add_symbol(word)
+    state = {name: torch.cat([x, x[:9]]) if len(x) == parity.VOCABULARY else x
              for name, x in model.state_dict().items()}  # fmt: skip
+    rows = {name: len(x) for name, x in state.items()}
+    model.upgrade_state_dict_named(state, "")
+    assert {name: len(x) for name, x in state.items()} == rows
     with pytest.raises(RuntimeError, match=r"size mismatch for encoder\.embed_tokens"):
         model.load_state_dict(state)
