@@ -200,6 +200,7 @@ as the command says:
 * **Checkpoints:** a `--restore-file`, `--continue-once` or `--finetune-from-model` that does not
   exist (fairseq trains from scratch), `--restore-file` together with `--finetune-from-model`, a
   classification head that is missing or has another number of classes (fairseq takes a new head),
+  a best score of another metric than the run's when it resumes (fairseq compares the two),
   and a model that is no translation model for `--task translation`.
 * **Data:** folders, dictionaries, splits or labels that are missing, damaged or of another task,
   labels in another order than in training, sides of different lengths, tokens that are not in the

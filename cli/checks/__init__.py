@@ -77,6 +77,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("own_flags:lora", "train"),
         Check("checkpoints:first", "train"),
         Check("checkpoints:best_metric", "train"),
+        Check("checkpoints:same_best_metric", "train"),
         Check("checkpoints:trained_head", "validate interactive"),
         Check("pairs:pairs", data="sentence pairs"),
         Check("languages:languages", data="sentence pairs sampled from several languages"),

@@ -185,6 +185,36 @@ def best_metric(request: Request) -> None:
     )
 
 
+def same_best_metric(request: Request) -> None:
+    """Raises UserError if a run that resumes has the best score of another metric.
+
+    fairseq would compare both, so that perhaps no later checkpoint is the best one.
+    """
+    from fairseq.file_io import PathManager
+
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+    args = request.args
+    flag, path = initial(args)
+    if flag not in ("--restore-file", "--save-dir") or args.reset_optimizer or args.reset_meters:
+        return
+    found = saved(path) if path is not None and PathManager.isfile(path) else {}
+    before = settings_of(found, "checkpoint")
+    if "best" not in found.get("extra_state", {}) or "best_checkpoint_metric" not in before:
+        return
+    old, new = (
+        ("highest " if each["maximize_best_checkpoint_metric"] else "lowest ")
+        + str(each["best_checkpoint_metric"])
+        for each in (before, vars(args))
+    )
+    if old != new:
+        raise UserError(
+            f"{path} has the {old} of the run, but this command asks for the {new}: set "
+            "--best-checkpoint-metric and --maximize-best-checkpoint-metric as before, or begin "
+            "anew with --reset-meters."
+        )
+
+
 _ALWAYS_MEASURED = ("wps", "wpb", "bsz", "num_updates")
 
 

@@ -148,6 +148,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Known(r"world size is (\d+) but have (\d+) available devices$", _devices, kind=_CHECKS),
     Known("(?s:.*?)conflicting option strings?: (.*)", _conflict, kind="ArgumentError"),
+    Known(
+        "Cannot use fp16 and AMP together",
+        "--amp and --fp16 (or --memory-efficient-fp16) cannot be used together: remove one.",
+        source="trainer.py",
+    ),
     _schedule,
     _metric,
     # The model width is not a multiple of the heads: an error of our layers and of fairseq's.
