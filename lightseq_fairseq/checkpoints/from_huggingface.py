@@ -44,8 +44,8 @@ _POSITIONS = {
 }
 _CLASSES = "classification_heads.sentence_classification_head.out_proj.weight"
 _INDEX = ".index.json"
-# The bias of a logit whose probability is 0 in float32. Label smoothing adds all logits to the loss,
-# so a larger one would hide the loss of a small vocabulary.
+# The bias of a logit whose probability is 0 in float32. Label smoothing adds all logits to the
+# loss, so a larger one would hide the loss of a small vocabulary.
 _NEVER = -100.0
 
 

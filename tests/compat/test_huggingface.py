@@ -67,6 +67,18 @@ def assert_same(kind: Kind, theirs: Any, model: Any, task: Any) -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("made", ["marian"], indirect=True)
+def test_a_word_that_only_fairseq_has_is_never_chosen_and_hides_no_loss(made: Made) -> None:
+    """Label smoothing adds the logarithms of all probabilities to the loss."""
+    model, task = hugging_face.ours(made.imported / "model.pt", made.data)
+    words = task.target_dictionary
+    tokens = torch.tensor([[words.index("w1"), words.eos()]])
+    with torch.no_grad():
+        found = model(tokens, torch.tensor([2]), tokens)[0].log_softmax(-1)
+    assert found.exp()[..., words.bos()].max() == 0
+    assert found.mean() > -10
+
+
 def test_import_of_an_export_is_bitwise(made: Made, tmp_path: Path) -> None:
     folds = made.kind.model.startswith("Camembert")
     exported = home(made.imported / "model.pt", made, tmp_path / "exported")
