@@ -117,10 +117,10 @@ def test_the_loss_falls_as_with_torchs_modules() -> None:
 
 
 def test_the_script_with_dropout() -> None:
-    lines = run("--updates", "300")
+    lines = run("--updates", "300", "--sentences", "48")
     losses, accuracies = zip(*map(numbers, lines[:6]), strict=True)
     assert sorted(losses, reverse=True) == list(losses)
-    assert losses[-1] < 0.5 and accuracies[-1] > 0.85  # 0.37 to 0.39 with three seeds
+    assert losses[-1] < 0.75 and accuracies[-1] > 0.78  # 0.59 and 0.84; guessing: 2.77 nats
     assert len(lines) == 10
     right = 0
     for line in lines[6:]:
