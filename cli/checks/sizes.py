@@ -84,9 +84,9 @@ def from_checkpoint(request: Request) -> None:
         if takes:
             setattr(args, name, size)
             taken[flag] = size
-    if taken and os.environ.get("RANK", "0") == "0":
-        sizes = ", ".join(f"{flag} {size}" for flag, size in taken.items())
-        click.echo(f"lightseq-train: note: taken from {path}: {sizes}", err=True)
+    sizes = [flag if size is True else f"{flag} {size}" for flag, size in taken.items() if size]
+    if sizes and os.environ.get("RANK", "0") == "0":
+        click.echo(f"lightseq-train: note: taken from {path}: {', '.join(sizes)}", err=True)
 
 
 def _differences(

@@ -89,6 +89,11 @@ def test_sizes_come_from_the_checkpoint(
         assert result.exit_code == 0, (result.output, result.exception)
         taken = f"note: taken from {trained.paths[name]}: "
         assert (taken in result.stderr) == (not given), result.stderr
+        # Flags as one types them.
+        note = result.stderr.partition(taken)[2].partition("\n")[0]
+        assert "True" not in note and "False" not in note
+        if note and name == "pairs":
+            assert ", --encoder-normalize-before, " in note
         states.append(torch.load(words[-1] / "checkpoint_last.pt", weights_only=False))
     assert states[0]["model"].keys() == states[1]["model"].keys()
     for parameter, value in states[0]["model"].items():
