@@ -60,6 +60,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("sizes:from_checkpoint", "train"),
         Check("flags:supported"),  # by our model, unless --native; notes on settings without effect
         Check("values:path", "generate interactive validate eval-lm"),
+        Check("values:input_file", "interactive"),
         Check("checkpoints:answers", "generate interactive"),
         Check("checkpoints:direction", "generate interactive", data="sentence pairs"),
         Check("raw_text:known_tokenizer", "generate interactive"),

@@ -12,6 +12,8 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+import click
+
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request
@@ -28,6 +30,14 @@ def path(request: Request) -> None:
             "--path checkpoints/checkpoint_best.pt."
         )
     request.args.path = os.pathsep.join(map(checkpoint_in, given.split(os.pathsep)))
+
+
+def input_file(request: Request) -> None:
+    """Prints a note if the file of --input is empty. That is no error: so is the result."""
+    path = request.args.input
+    is_empty = os.path.isfile(path) and os.path.getsize(path) == 0
+    if is_empty and os.environ.get("RANK", "0") == "0":
+        click.echo(f"note: {path} is empty, so there is nothing to do.", err=True)
 
 
 def texts(request: Request) -> None:

@@ -159,7 +159,7 @@ def translate(cfg: Any, target: Path, words: list[str]) -> UnknownWords:
     with unfinished.part(rank.number) as (file, done):
         progress = tqdm(
             desc=None if rank.ranks == 1 else f"process 1 of {rank.ranks}", total=mine,
-            initial=done, unit=" sentences", disable=rank.number > 0,
+            initial=done, unit=" sentences", disable=rank.number > 0 or lines == 0,
         )  # fmt: skip
         first = rank.number + -(-done // block) * rank.ranks
         ours = itertools.islice(buffered_read(str(source), block), first, None, rank.ranks)

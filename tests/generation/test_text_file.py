@@ -105,6 +105,18 @@ def test_several_processes(
     assert (tmp_path / "out").read_text() == expected and os.listdir(tmp_path) == ["out"]
 
 
+def test_an_empty_file(place: Path, tmp_path: Path) -> None:
+    """A script that translates many files goes on: the result is empty, and a note says why."""
+    (tmp_path / "empty").touch()
+    words = place / "data", "--path", place / "checkpoint_last.pt", "--input", tmp_path / "empty"
+    for command in ("generate", "interactive"):
+        result = run(command, *words, *FLAGS, "--output-text", tmp_path / command)
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert f"note: {tmp_path}/empty is empty, so there is nothing to do.\n" in result.stderr
+        assert "sentences/s" not in result.stderr and (tmp_path / command).read_text() == ""
+    assert sorted(os.listdir(tmp_path)) == ["empty", "generate", "interactive"]
+
+
 def test_an_unfinished_translation_of_another_command(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     folder = tmp_path / "out.unfinished"
