@@ -50,6 +50,7 @@ WORDS, SETTINGS, FAIRSEQ = "before parsing", "after parsing", "inside fairseq"
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     WORDS: (
+        Check("checkpoints:of_path", "generate interactive validate eval-lm"),  # it exists
         Check("names:registered"),  # there is such a task, optimizer, ...
         Check("names:arch", "train"),  # is named
         Check("names:task_fits_arch", "train"),

@@ -12,6 +12,7 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.cli.checks import Request
+from lightseq_fairseq.cli.words.argv import is_given, value
 from lightseq_fairseq.cli.words.registries import function
 
 
@@ -79,6 +80,23 @@ def first(request: Request) -> None:
         raise UserError(f"{flag} {path or repr(path)} {wrong}: {hint}")
     if path is not None and flag in ("--restore-file", "--save-dir") and not args.reset_optimizer:
         _head(args, path, "train a new head with --reset-optimizer")
+
+
+def of_path(request: Request) -> None:
+    """Raises UserError if a checkpoint of --path does not exist.
+
+    Without it, the task is not known, and other checks would name mistakes that are none.
+    """
+    from fairseq import utils
+    from fairseq.file_io import PathManager
+
+    argv = request.argv
+    is_loaded = request.note is not None  # in Python, where the file may be gone by now
+    if is_loaded or is_given(argv, ("--checkpoint-suffix", "--checkpoint-shard-count")):
+        return
+    for path in utils.split_paths(value(argv, ("--path",)) or ""):
+        if path and not PathManager.exists(path):
+            raise UserError(f"The checkpoint {path} does not exist: check --path.")
 
 
 def answers(request: Request) -> None:

@@ -67,6 +67,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "tasks").mkdir()
     (place / "tasks" / "__init__.py").write_text(TASKS)
     (place / "empty").mkdir()
+    (place / "labels" / "label").mkdir(parents=True)
+    (place / "labels" / "label" / "dict.txt").write_text("yes 1\nno 1\n")
     (place / "a_file").write_text("text\n")
     (place / "half_lexicon").write_text("w1 v1\nw2\n")
 
