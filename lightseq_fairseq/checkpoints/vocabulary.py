@@ -93,7 +93,8 @@ def of_folder(folder: Path, record: Counterpart, side: str, rows: int | None = N
         )
     first: list[int | None] = [None] * len(_FIRST)
     # <s> comes last: models without it lack its field.
-    found = {"</s>": config.get("eos_token_id", 2), "<pad>": config.get("pad_token_id", 1)}
+    pad = None if record.spare else 1  # GPT-2 has none, and row 1 is a word
+    found = {"</s>": config.get("eos_token_id", 2), "<pad>": config.get("pad_token_id", pad)}
     found |= {"<s>": config.get("bos_token_id", 0), "<unk>": unknown}
     for word, number in found.items():
         number = number[0] if isinstance(number, list) else number
