@@ -34,12 +34,15 @@ def of_config(config: dict[str, Any]) -> Counterpart:
     if record.own_bias and config.get("decoder_start_token_id") != config.get("pad_token_id"):
         raise UserError(
             "its decoder_start_token_id is not its pad_token_id: our model of this kind begins "
-            "with the pad."
+            "with the pad. If you make the model yourself, set both to one number before you "
+            "train it."
         )
-    for name, found, value in _other_fields(record, config):
+    if others := list(_other_fields(record, config)):
+        name, found, value = others[0]
+        wanted = ", ".join(f"{name}={value!r}" for name, _, value in others)
         raise UserError(
             f"its {name} is {found}, but fairseq's model of this kind has {value}: it cannot "
-            "compute the same."
+            f"compute the same. If you make the model yourself, set {wanted} before you train it."
         )
     return record
 

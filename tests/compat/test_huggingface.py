@@ -146,20 +146,9 @@ def test_the_tokenizer_goes_home(name: str, tmp_path: Path) -> None:
 
 
 def test_marians_tokenizer_goes_home(tmp_path: Path) -> None:
-    """It has vocab.json and two sentencepiece models, and no tokenizer.json."""
-    sentencepiece = pytest.importorskip("sentencepiece")
     text = tmp_path / "text"
     text.write_text("".join(f"{a} {b}\n" for a in hugging_face.WORDS for b in hugging_face.WORDS))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(tmp_path / "pieces"), vocab_size=40, minloglevel=2
-    )
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "pieces.model"))
-    made = [pieces.id_to_piece(n) for n in range(3, pieces.get_piece_size())]
-    kind = KINDS["marian"]._replace(words=["</s>", "<unk>", *made, "<pad>"])
-    pad = dict.fromkeys(("pad_token_id", "decoder_start_token_id"), len(kind.words) - 1)
-    hugging_face.make(kind._replace(config={**kind.config, **pad}), tmp_path / "theirs")
-    for name in ("source.spm", "target.spm"):
-        shutil.copy(tmp_path / "pieces.model", tmp_path / "theirs" / name)
+    hugging_face.marian(tmp_path / "theirs", text)
     go_home(tmp_path)
     first, second = (AutoTokenizer.from_pretrained(tmp_path / each) for each in ("theirs", "home"))
     ids = second("w1 w22 w3")["input_ids"]
@@ -364,7 +353,10 @@ def test_new_words_go_home(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["nllb parts", "nllb bin", "nllb half", "gpt2 base"])
 def test_other_files(layout: str, tmp_path: Path) -> None:
-    """Parts; pytorch_model.bin with each name of a tied table; 16 bits; the class without head."""
+    """Parts; pytorch_model.bin with each name of a tied table; 16 bits; the class without head.
+
+    GPT-2's published config.json names no pad.
+    """
     name, kind = layout.split()
     model = hugging_face.make(KINDS[name], tmp_path / "theirs")
     succeed("import_", tmp_path / "theirs", tmp_path / "first")
@@ -375,7 +367,12 @@ def test_other_files(layout: str, tmp_path: Path) -> None:
         saved = model.base_model if kind == "base" else model.half() if kind == "half" else model
         size = "20KB" if kind == "parts" else "1GB"
         saved.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    if name == "gpt2":
+        config = json.loads((tmp_path / "theirs/config.json").read_text())
+        assert config.pop("pad_token_id") is None
+        (tmp_path / "theirs/config.json").write_text(json.dumps(config))
     succeed("import_", tmp_path / "theirs", tmp_path / "second")
+    assert len({(tmp_path / each / "dict.txt").read_text() for each in ("first", "second")}) == 1
     first, second = (
         torch.load(tmp_path / folder / "model.pt", weights_only=False)["model"]
         for folder in ("first", "second")
@@ -459,6 +456,7 @@ def changed(case: str, folder: Path) -> Path:
         "kind": {"model_type": "bert"},
         "class": {"architectures": ["RobertaForQuestionAnswering"]},
         "epsilon": {"layer_norm_eps": 1e-12},
+        "defaults": {"layer_norm_eps": 1e-12, "type_vocab_size": 2},  # of RobertaConfig()
         "activation": {"hidden_act": "silu"},
         "width": {"intermediate_size": 40},
         "start": {"decoder_start_token_id": 0},

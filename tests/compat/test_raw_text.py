@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import helpers.forked_commands as forked_commands
 import helpers.hugging_face as hugging_face
 import helpers.raw_text as raw_text
 import pytest
 import torch
 from helpers.cli_runs import SMALL, run, succeed
 from helpers.golden import matches, refusals
+from helpers.pages import blocks
 from helpers.raw_text import tokenizers, transformers
 
 # isort: split
@@ -317,6 +321,22 @@ def test_sources_of_bart_begin_as_its_tokenizer_writes_them(tmp_path: Path) -> N
     printed = succeed("generate", tmp_path / "data", "--path", tmp_path / "run", *FLAGS)
     of_data = dict(line[2:].split("\t")[::2] for line in printed.splitlines() if line[:2] == "D-")
     assert [of_data[str(number)] for number in range(len(lines))] == texts
+
+
+def test_the_commands_of_the_page_without_languages(tmp_path: Path) -> None:
+    """Those of docs/from-hugging-face.md for a Marian."""
+    (block,) = (b for b in blocks("docs/from-hugging-face.md") if "ls_marian" in b.text)
+    raw_text.write(tmp_path, "en", "de")
+    hugging_face.marian(tmp_path / "opus-mt-en-de", tmp_path / "train.en")
+    train = 'lightseq-train() { command lightseq-train "$@" --max-update 2 --cpu --num-workers 0; }'
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"{train}\n{block.text}"], cwd=tmp_path,
+        env={**os.environ, "PATH": forked_commands.path()},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "\nD-0\t" in done.stdout, done.stdout
+    model, tokenizer = theirs(tmp_path / "home")
+    assert type(model).__name__ == "MarianMTModel" and tokenizer("Bako mi.")["input_ids"][-1] == 0
 
 
 def test_marks_in_a_text_are_text(chain: Chain, tmp_path: Path) -> None:

@@ -233,6 +233,28 @@ def make(kind: Kind, folder: Path) -> Any:
     return model
 
 
+def marian(folder: Path, text: Path) -> Any:
+    """The folder of a Marian with a tokenizer of the text: vocab.json and two models of
+    sentencepiece, and no tokenizer.json."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder.mkdir()
+    source, target = folder / "source.spm", folder / "target.spm"
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "pieces"), vocab_size=40, minloglevel=2
+    )
+    (folder / "pieces.vocab").unlink()
+    (folder / "pieces.model").rename(source)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(source))
+    made = [pieces.id_to_piece(n) for n in range(3, pieces.get_piece_size())]
+    kind = KINDS["marian"]._replace(words=["</s>", "<unk>", *made, "<pad>"])
+    pad = dict.fromkeys(("pad_token_id", "decoder_start_token_id"), len(kind.words) - 1)
+    whole = source.read_bytes()
+    model = make(kind._replace(config={**kind.config, **pad}), folder)
+    for path in (source, target):
+        path.write_bytes(whole)
+    return model
+
+
 def stir(model: Any, noise: float, of_eos: float) -> None:
     """Adds noise to the weights, and makes </s> likelier: so texts differ and end."""
     eos, generator = model.config.eos_token_id, torch.Generator().manual_seed(4)
