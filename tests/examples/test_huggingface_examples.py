@@ -21,11 +21,11 @@ def test_it_learns_by_our_layers(
 ) -> None:
     transformers.logging.set_verbosity_error()
     module = importlib.import_module(f"examples.huggingface.{name}")
-    trainer = module.main(["--steps", "60", "--output", str(tmp_path)])
+    trainer = module.main(["--steps", "20", "--output", str(tmp_path)])
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == 5 and losses[-1] < losses[0]
     coverage = lightseq.report(trainer.model)
-    assert coverage.calls >= 60
+    assert coverage.calls >= 20
     assert all("cache" in reason for reason in coverage.fallbacks)  # of generation
     assert trainer._why_plain is None
 

@@ -13,7 +13,7 @@ from examples import curves, library_text
 from examples.language_model import prompt
 
 SYSTEMS = {"lightseq": [], "fairseq": ["--native"]}
-UPDATES = 10
+UPDATES = 5
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_wrong_argument_is_refused(words: tuple[str, ...]) -> None:
 
 
 def test_both_systems_learn_the_same_and_continue_a_prompt(tmp_path: Path) -> None:
-    short = ["--size", "cpu", "--files", "10", "--updates", str(UPDATES), "--out", tmp_path]
+    short = ["--size", "cpu", "--files", "5", "--updates", str(UPDATES), "--out", tmp_path]
     runs = [start("language_model", *words, *short) for words in SYSTEMS.values()]
     for process in runs:
         output, errors = process.communicate(timeout=280)

@@ -127,7 +127,7 @@ def test_a_failing_step_fails_the_command(tmp_path: Path) -> None:
 def test_the_command_trains_translates_and_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = run("--updates", "60", "--pairs", "1000", "--out", tmp_path)
+    result = run("--updates", "60", "--pairs", "2000", "--out", tmp_path)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
     curve = list(curves.read_curves(tmp_path / "train.log")["train_loss"].values())
