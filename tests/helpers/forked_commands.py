@@ -150,6 +150,8 @@ def compose() -> None:
         (generate, "--path x --task language_modeling"),
     ):
         args = options.parse_args_and_arch(parser(), ["data", *words.split()])
+        if parser is generate:
+            args.arch = "wav2vec2"  # fairseq-generate's default
         convert_namespace_to_omegaconf(args)
 
 
