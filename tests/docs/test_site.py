@@ -24,11 +24,34 @@ def build(root: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    done = build(ROOT, folder)
-    assert done.returncode == 0, done.stderr
-    return folder
+def built(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The site of a copy of the repository, with a new page that has mistakes."""
+    copy = tmp_path_factory.mktemp("copy")
+    for name in ("docs", "examples", "lightseq_fairseq", "scripts"):
+        ignored = shutil.ignore_patterns("__pycache__", "_lib", "out", "data", "raw")
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    for path in (ROOT / "mkdocs.yml", *ROOT.glob("*.md")):
+        shutil.copy(path, copy)
+    links = "[one](nothing.md), [two](train.md#nothing), [three](../README.md)"
+    (copy / "docs/new.md").write_text(f"# New\n\n{links}\n")
+    return copy / "site", build(copy, copy / "site")
+
+
+@pytest.fixture(scope="module")
+def site(built: tuple[Path, subprocess.CompletedProcess[str]]) -> Path:
+    return built[0]
+
+
+def test_mistakes_stop_the_build(built: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    """Those of the new page, and there are no others."""
+    _, done = built
+    assert done.returncode == 1
+    assert "contains a link 'nothing.md', but the target 'docs/nothing.md' is not" in done.stderr
+    assert "a link 'train.md#nothing', but the doc 'docs/train.md' does not contain" in done.stderr
+    assert re.search(r'not included in the "nav" configuration:\n +- docs/new.md', done.stderr)
+    assert done.stderr.count("WARNING -") == 3
 
 
 def html(site: Path, page: str) -> str:
@@ -83,20 +106,3 @@ def test_a_page_begins_with_what_to_do(page: str) -> None:
     assert [token.type for token in parsed[2:4]] == ["heading_close", "paragraph_open"]
     opening = parsed[4].content + parsed[6].content
     assert re.search(r"\b(lightseq-[a-z]+|bash|python -m|import) ?", opening), opening
-
-
-def test_mistakes_stop_the_build(tmp_path: Path) -> None:
-    for name in ("docs", "examples", "lightseq_fairseq", "scripts"):
-        ignored = shutil.ignore_patterns("__pycache__", "_lib", "out", "data", "raw")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    for path in (ROOT / "mkdocs.yml", *ROOT.glob("*.md")):
-        shutil.copy(path, tmp_path)
-    with (tmp_path / "docs/install.md").open("a") as file:
-        file.write("[one](nothing.md), [two](train.md#nothing), [three](../README.md)\n")
-    (tmp_path / "docs/new.md").write_text("# New\n")
-    done = build(tmp_path, tmp_path / "site")
-    assert done.returncode == 1
-    assert "contains a link 'nothing.md', but the target 'docs/nothing.md' is not" in done.stderr
-    assert "a link 'train.md#nothing', but the doc 'docs/train.md' does not contain" in done.stderr
-    assert re.search(r'not included in the "nav" configuration:\n +- docs/new.md', done.stderr)
-    assert done.stderr.count("WARNING -") == 3
