@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -311,18 +313,32 @@ def test_resets(data: Path, tmp_path: Path, reset: str, epochs: int, bad: int) -
     assert state[resuming._KEPT]["num_bad_epochs"] == bad
 
 
+@pytest.fixture(scope="module")
+def run_of(
+    data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, bool], tuple[Path, list[float]]]:
+    """(precision, native) -> the folder of a run of nine updates, and its losses."""
+
+    @functools.cache
+    def run(precision: str, native: bool) -> tuple[Path, list[float]]:
+        folder, kind = tmp_path_factory.mktemp("run"), runs.NATIVE if native else runs.LS
+        flags = {**kind, **PRECISIONS[precision], "native": native, "max_update": 9}
+        return folder, runs.run(data, folder, **flags)
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("saved", "asked", "native"),
     [(*pair, False) for pair in itertools.permutations(PRECISIONS, 2)]
     + [("fp32", "bf16", True), ("bf16", "fp32", True)],
 )
 def test_any_precision_resumes_from_any(
-    data: Path, tmp_path: Path, saved: str, asked: str, native: bool
+    data: Path, tmp_path: Path, run_of: Any, saved: str, asked: str, native: bool
 ) -> None:
     """The state is that of the file: parameters, moments, number of updates."""
-    kind = {**(runs.NATIVE if native else runs.LS), "native": native}
-    before = runs.run(data, tmp_path, **kind, **PRECISIONS[saved], max_update=9)
-    file = load(tmp_path)
+    folder, before = run_of(saved, native)
+    file = load(folder)
     found: list[dict[str, Any]] = []
     step = runs.Trainer.train_step
 
@@ -332,7 +348,8 @@ def test_any_precision_resumes_from_any(
         return step(self, *arguments)
 
     with mock.patch.object(runs.Trainer, "train_step", look):
-        after = runs.run(data, tmp_path, **runs.LS, **PRECISIONS[asked], max_update=12)
+        flags = {**runs.LS, **PRECISIONS[asked], "max_update": 12}
+        after = runs.run(data, tmp_path, **flags, restore_file=f"{folder}/checkpoint_last.pt")
     assert len(after) == 3 and max(after) < before[0]
     last = [state["optimizer_history"][-1] for state in (file, found[0])]
     assert last[0]["num_updates"] == last[1]["num_updates"] == 9
