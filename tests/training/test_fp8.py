@@ -58,13 +58,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
 def test_losses_are_near_those_of_bf16(data: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
-    """Over three epochs, with dropout; every operand of every product is cast."""
-    flags = {**PAIRS, **flags, "max_update": 21, "no_epoch_checkpoints": True}
+    """Over six epochs, with dropout; every operand of every product is cast."""
+    flags = {**PAIRS, **flags, "max_update": 42, "no_epoch_checkpoints": True}
     near = runs.run(data, tmp_path / "bf16", **flags)
     losses = runs.run(data, tmp_path / "fp8", **flags, fp8=True)
-    assert len(losses) == 21 and losses != near
+    assert len(losses) == 42 and losses != near
     torch.testing.assert_close(losses, near, rtol=0.03, atol=0)
-    assert sum(losses[-7:]) < 0.9 * sum(losses[:7])
+    assert sum(losses[-7:]) < 0.85 * sum(losses[:7])
     scales = scales_in(tmp_path / "fp8")
     layers = flags.get("encoder_layers", 1), flags.get("decoder_layers", 1)
     assert len(scales) == 4 * layers[0] + 6 * layers[1] + 1

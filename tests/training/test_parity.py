@@ -45,15 +45,14 @@ def check(corpus: Path, updates: int, **flags: Any) -> None:
 
 @NORMS
 @pytest.mark.parametrize("shared", [{}, SHARED], ids=["separate", "shared"])
-def test_twenty_updates(corpus: Path, norm: dict[str, Any], shared: dict[str, Any]) -> None:
-    flags = {**norm, **shared, "clip_norm": 1.1}
-    native = train(command_line(corpus, NATIVE, **flags), 20)
-    ours = train(command_line(corpus, LS, **flags), 20)
+def test_fifty_updates(corpus: Path, norm: dict[str, Any], shared: dict[str, Any]) -> None:
+    native = train(command_line(corpus, NATIVE, **norm, **shared), 50)
+    ours = train(command_line(corpus, LS, **norm, **shared), 50)
     compare(ours, native)
     # The run tests much: it learns, it clips most but not all updates, and the two micro-batches of
     # an update have different sizes.
-    assert native[-1].logged["loss"] < 0.95 * native[0].logged["loss"]
-    assert 0.5 < sum(update.norm > 1.1 for update in native) / 20 < 1
+    assert native[-1].logged["loss"] < 0.9 * native[0].logged["loss"]
+    assert 0.5 < sum(update.norm > parity.FLAGS["clip-norm"] for update in native) / 50 < 1
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
 
 
@@ -96,7 +95,7 @@ def test_variants(corpus: Path, flags: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("left", [True, False])
 def test_sources_are_padded_on_either_side(corpus: Path, left: bool) -> None:
-    # test_twenty_updates and the variant right-pad-source rely on this.
+    # test_fifty_updates and the variant right-pad-source rely on this.
     sources: list[torch.Tensor] = []
 
     def note(sample: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +219,7 @@ def test_fairseqs_other_criteria_and_optimizers(corpus: Path, flags: dict[str, A
 @NORMS
 def test_float32_is_as_close_as_another_order_of_rows(corpus: Path, norm: dict[str, Any]) -> None:
     def run(systems: Systems, change_batch: Any = None) -> list[parity.Update]:
-        return train(command_line(corpus, systems, **norm), 12, torch.float32, change_batch)
+        return train(command_line(corpus, systems, **norm), 24, torch.float32, change_batch)
 
     native = run(NATIVE)
     shuffled = [run(NATIVE, permuted(seed)) for seed in range(3)]
@@ -255,7 +254,7 @@ def test_pairs_of_languages(corpus: Path, shared: dict[str, Any], tmp_path: Path
         shutil.copy(corpus / "dict.src.txt", corpus / "dict.tgt.txt")
 
     def run(systems: Systems) -> list[parity.Update]:
-        return train(command_line(corpus, systems, **flags), 12)
+        return train(command_line(corpus, systems, **flags), 24)
 
     native, ours = run(NATIVE), run(LS)
     # one for both pairs, in the captured step
@@ -284,13 +283,13 @@ BREAKS = pytest.mark.parametrize("breaks", ["none", "complete", "complete_doc", 
 )
 def test_running_text(text: Path, breaks: str, flags: dict[str, Any]) -> None:
     flags = {**TEXT, "sample_break_mode": breaks, "lr": 3e-3, **flags}
-    native = train(command_line(text, NATIVE, **flags), 15)
-    ours = train(command_line(text, LS, **flags), 15)
+    native = train(command_line(text, NATIVE, **flags), 30)
+    ours = train(command_line(text, LS, **flags), 30)
     compare(ours, native)
     assert all(len(update.sample_sizes) == 1 for update in ours)  # with the captured step
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
     losses = [update.logged["loss"] for update in native]
-    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
 
 
 TEXTS: dict[str, dict[str, Any]] = {
@@ -368,11 +367,11 @@ ADAPTIVE: dict[str, dict[str, Any]] = {
 def test_adaptive_inputs_and_softmax(text: Path, flags: dict[str, Any], optimizer: str) -> None:
     """fairseq's own modules compute them around our layers, in fairseq's own step."""
     criterion = "ls" if flags["criterion"] == "cross_entropy" else "native"
-    native = natively(text, 12, *flags.items())
-    ours = train(command_line(text, Systems("ls", optimizer, criterion), **flags), 12)
+    native = natively(text, 20, *flags.items())
+    ours = train(command_line(text, Systems("ls", optimizer, criterion), **flags), 20)
     compare(ours, native)
     assert all(len(update.sample_sizes) == 2 for update in ours)
-    assert ours[-1].loss / ours[-1].sample_size < 0.99 * ours[0].loss / ours[0].sample_size
+    assert ours[-1].loss / ours[-1].sample_size < 0.95 * ours[0].loss / ours[0].sample_size
 
 
 def test_dropout_of_adaptive_models_acts_where_fairseqs_does(text: Path) -> None:

@@ -38,11 +38,11 @@ LANGUAGES: dict[str, Any] = {"task": "translation_from_pretrained_bart", "langs"
     "flags", [PAIRS, MBART, {**MBART, **LANGUAGES}, {**PAIRS, **LANGUAGES, "prepend_bos": True}],
     ids=["bart", "mbart", "languages", "prepend-bos"],
 )  # fmt: skip
-def test_twenty_updates_of_translation(pairs: Path, flags: dict[str, Any]) -> None:
-    ours, native = check(pairs, 20, **flags)
+def test_fifty_updates_of_translation(pairs: Path, flags: dict[str, Any]) -> None:
+    ours, native = check(pairs, 50, **flags)
     assert all(len(update.sample_sizes) == 1 for update in ours)  # the captured step
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
-    assert native[-1].logged["loss"] < 0.99 * native[0].logged["loss"]
+    assert native[-1].logged["loss"] < 0.95 * native[0].logged["loss"]
 
 
 NOISED: dict[str, Any] = {
@@ -58,22 +58,22 @@ NOISED_LANGUAGES = {
 
 
 @pytest.mark.parametrize("flags", [NOISED, NOISED_LANGUAGES], ids=["text", "languages"])
-def test_twenty_updates_of_denoising(tmp_path: Path, flags: dict[str, Any]) -> None:
-    """On the same noise, which is new in each epoch: about three of them."""
+def test_fifty_updates_of_denoising(tmp_path: Path, flags: dict[str, Any]) -> None:
+    """On the same noise, which is new in each epoch: about eight of them."""
     parity.write_text(tmp_path)
     for seed, language in enumerate(("aa", "bb")):
         parity.write_text(tmp_path / language, lines=40 + 20 * seed, seed=seed)
-    ours, native = check(tmp_path, 20, **flags)
+    ours, native = check(tmp_path, 50, **flags)
     assert all(len(update.sample_sizes) == 1 for update in ours)  # the captured step
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
-    assert native[-1].logged["loss"] < 0.99 * native[0].logged["loss"]
+    assert native[-1].logged["loss"] < 0.95 * native[0].logged["loss"]
 
 
 @pytest.mark.parametrize("numbers", [0, 2], ids=["classes", "numbers"])
-def test_twenty_updates_of_fine_tuning(tmp_path: Path, numbers: int) -> None:
+def test_fifty_updates_of_fine_tuning(tmp_path: Path, numbers: int) -> None:
     data = parity.write_classes(tmp_path, numbers=numbers)
     flags = {"num_classes": 2, "regression_target": True} if numbers else {}
-    ours, native = check(data, 20, **{**CLASSES, **flags, "lr": 1e-2})
+    ours, native = check(data, 50, **{**CLASSES, **flags, "lr": 1e-2})
     assert all(len(update.sample_sizes) == 1 for update in ours)  # the captured step
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
     assert native[-1].logged["loss"] < native[0].logged["loss"]

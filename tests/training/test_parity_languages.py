@@ -38,12 +38,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_updates(data: Path, case: str) -> None:
     flags = {**languages.TASK, "lr": 3e-3, **CASES[case]}
-    native = train(command_line(data, NATIVE, **flags), 20)
-    ours = train(command_line(data, LS, **flags), 20)
+    count = 50 if case in ("plain", "mbart", "bart") else 20  # as many as each needs to learn
+    native = train(command_line(data, NATIVE, **flags), count)
+    ours = train(command_line(data, LS, **flags), count)
     compare(ours, native)
     assert all(len(update.sample_sizes) == 1 for update in ours)  # the captured step
     assert any(len(set(update.sample_sizes)) == 2 for update in native)
-    assert native[-1].logged["loss"] < 0.99 * native[0].logged["loss"]
+    assert native[-1].logged["loss"] < 0.95 * native[0].logged["loss"]
 
 
 REPLACED = {"lang_tok_replacing_bos_eos": True}

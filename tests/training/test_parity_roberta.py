@@ -48,11 +48,11 @@ def assert_captured(ours: list[parity.Update], native: list[parity.Update]) -> N
 
 @NORMS
 @pytest.mark.parametrize("untied", [None, True], ids=["tied", "untied"])
-def test_twenty_updates_of_pre_training(text: Path, norm: dict[str, Any], untied: Any) -> None:
+def test_fifty_updates_of_pre_training(text: Path, norm: dict[str, Any], untied: Any) -> None:
     flags = {**SENTENCES, **norm, "untie_weights_roberta": untied}
-    ours, native = check(text, 20, **flags)
+    ours, native = check(text, 50, **flags)
     assert_captured(ours, native)
-    assert native[-1].logged["loss"] < 0.99 * native[0].logged["loss"]
+    assert native[-1].logged["loss"] < 0.95 * native[0].logged["loss"]
     clipped = sum(update.norm > parity.FLAGS["clip-norm"] for update in native)
     assert clipped > 0
 
@@ -70,8 +70,8 @@ def test_large_vocabularies(text: Path, tmp_path: Path, words: int) -> None:
 
 
 @NORMS
-def test_thirty_updates_of_fine_tuning(classes: Path, norm: dict[str, Any]) -> None:
-    ours, native = check(classes, 30, **{**CLASSES, **norm, "lr": 1e-2})
+def test_fifty_updates_of_fine_tuning(classes: Path, norm: dict[str, Any]) -> None:
+    ours, native = check(classes, 50, **{**CLASSES, **norm, "lr": 1e-2})
     assert_captured(ours, native)
     assert native[-1].output["ncorrect"] > native[0].output["ncorrect"]
     # In float32 and float64 Adam leaves alone what has no gradient.
