@@ -30,7 +30,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     task: {
         **base, "dropout": 0, "attention_dropout": 0, "activation_dropout": 0, "pooler_dropout": 0,
         "max_update": 3, "warmup_updates": None, "lr_scheduler": "fixed", "encoder_layers": 2,
-        "disable_validation": None, "no_save": True,
+        "disable_validation": None, "no_save": True, "num_workers": 0,
     }
     for task, base in zip(TASKS, (runs.MASKED, runs.CLASSES), strict=True)
 }  # fmt: skip
