@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 from lightseq_fairseq.generation.parameter_addresses import ParameterAddresses
 from lightseq_fairseq.generation.search_buffers import SearchBuffers, Sizes, power
-from lightseq_fairseq.generation.source import Source, SourcePart
+from lightseq_fairseq.generation.source import SourcePart
 from lightseq_fairseq.layers.attention import MultiheadAttention
 from lightseq_fairseq.layers.decoder import memory_weight
 from lightseq_fairseq.layers.node import Input, apply
@@ -125,10 +126,11 @@ class StepDecoder:
             memory.keep_source(_keys_and_values(decoder, features))
         return memory
 
-    def open(self, source: Source, sizes: Sizes) -> None:
+    def open(self, cu_seqlens: np.ndarray, tokens: int, sizes: Sizes) -> None:
         """As `begin`, for a search, after `buffers`; ``encode`` then runs the encoder, or
         ``prefill`` the decoder.
 
+        cu_seqlens: integers, boundaries of the first sentences. tokens: rows of ``memory.source``.
         sizes: the least. The caller writes the rest of ``memory.host`` and sends it.
         """
         memory, slots, rows = self.memory, sizes.rows, _room(sizes.rows)
@@ -138,8 +140,7 @@ class StepDecoder:
             read_sentences=max(rows, power(sizes.read_sentences)),
             read_tokens=bucket(sizes.read_tokens, memory.device),
         )
-        # Behind the last sentence there is room for the rows that fill a bucket.
-        memory.open(sizes, source.cu_seqlens, len(source.tokens) + sizes.read_tokens)
+        memory.open(sizes, cu_seqlens, tokens)
         if self.progress.make_room(slots):
             memory.moved = True
 
@@ -166,7 +167,7 @@ class StepDecoder:
 
         table, most = encoder.table_rows(longest), bucket_len(longest)
         key = ("source", *memory.layout, count, sentences, table, most)
-        memory.keep_source(self.launch(key, encode), first)
+        memory.keep_source(self.launch(key, encode)[: len(part.tokens)], first)
 
     def buffers(self, decoder: Any, *others: Any) -> SearchBuffers:
         """The buffers, which are new if the weights of these modules have moved."""

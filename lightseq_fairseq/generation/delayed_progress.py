@@ -114,3 +114,8 @@ class DelayedProgress:
         if self._beside is not None and steps_matter:
             self._beside.wait_stream(self._of_steps)
         return self._beside
+
+    def follow(self) -> None:
+        """Let the next steps wait for the work of that stream."""
+        if self._beside is not None:
+            self._of_steps.wait_stream(self._beside)

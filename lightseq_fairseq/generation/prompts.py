@@ -29,7 +29,7 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.search_buffers import SearchBuffers, power
-from lightseq_fairseq.generation.source import SearchBatch, SourcePart
+from lightseq_fairseq.generation.source import Chunk, SourcePart
 from lightseq_fairseq.ops.beam_advance import normalised
 
 _LOGITS = 1 << 27  # logits that exist at a time
@@ -114,7 +114,7 @@ def _keep(
 ) -> None:
     """Make a finished prompt the results of its sentence; scores: see `_read`."""
     start, end = part.boundaries[prompt] + 1, part.boundaries[prompt + 1]  # without the first input
-    length, first = int(end - start), (part.first + prompt) * options.beam
+    length, first = int(end - start), int(part.numbers[prompt]) * options.beam
     rows = slice(first, first + options.beam)
     tokens = torch.from_numpy(part.tokens[start:end])
     memory.hypothesis_tokens[rows, :length] = tokens.to(memory.device, torch.int32)
@@ -147,23 +147,30 @@ def _log_probability(logits: Tensor, labels: Tensor, options: SearchOptions) -> 
     return logs - options.unk_penalty * (labels == options.unk)
 
 
-def keep_forced(
-    memory: SearchBuffers, batches: Sequence[SearchBatch], bounds: list[int], width: int, pad: int
-) -> Tensor | None:
-    """The forced tokens of all sentences, int32 [B, P], then pads; None without any.
+def room_for_forced(memory: SearchBuffers, sentences: int, width: int) -> Tensor | None:
+    """Room for the forced tokens of sentences of all numbers, int32 [., P]; None without any.
 
-    bounds: of the batches, in sentences. width: P.
+    width: P.
     """
     if width == 0:
         return None
-    tokens = np.full((bounds[-1], width), pad)
-    for batch, first, end in zip(batches, bounds[:-1], bounds[1:], strict=True):
-        if batch.forced is not None:
-            its = batch.forced[:, :width].cpu().numpy()
-            tokens[first:end, : its.shape[1]] = its
-    room = memory.take("forced", power(len(tokens)) * width, torch.int32)
-    room[: tokens.size] = memory.sent(tokens.ravel())
+    room = memory.take("forced", power(sentences) * width, torch.int32)
     return room[: len(room) // width * width].view(-1, width)
+
+
+def keep_forced(
+    memory: SearchBuffers, room: Tensor | None, chunks: Sequence[Chunk], pad: int
+) -> None:
+    """Write the forced tokens of adjacent chunks, then pads, into ``room``."""
+    if room is None:
+        return
+    first, width = chunks[0].first, room.shape[1]
+    tokens = np.full((chunks[-1].end - first, width), pad)
+    for chunk in chunks:
+        if chunk.forced is not None:
+            its = chunk.forced[:, :width]
+            tokens[chunk.first - first : chunk.end - first, : its.shape[1]] = its
+    room[first : chunks[-1].end] = memory.sent(tokens.ravel()).view(-1, width)
 
 
 def force(

@@ -10,6 +10,7 @@ Shapes: B = sentences of a batch, M = B * beam hypotheses at most, P = positions
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -98,40 +99,67 @@ class LazyHypothesis(MutableMapping[str, Tensor]):
         return dict, ({name: part.clone() for name, part in self.items()},)
 
 
+class Fetched:
+    """Results of some sentences on their way to the host, which does not wait for them.
+
+    Args:
+        rows: of the results in the buffers: a slice, or integers.
+        positions: P, the length of the longest result.
+        stream: the stream of the copy; None for the CPU.
+    """
+
+    def __init__(
+        self, memory: SearchBuffers, rows: slice | np.ndarray, positions: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:  # fmt: skip
+        with torch.cuda.stream(stream):
+            places = rows if isinstance(rows, slice) else memory.sent(rows).long()
+            self._block = _fetched(memory, places, positions)
+        self._copied = None if stream is None else stream.record_event()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the results are on the host."""
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> None:
+        """Wait until they are on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    @functools.cached_property
+    def block(self) -> np.ndarray:
+        """The result of ``_fetched``; waits for it."""
+        self.wait()
+        # Copy, since users may keep results while the next search reuses the pinned memory.
+        copied = self._block.numpy().copy()
+        del self._block
+        return copied
+
+
 class Results:
-    """The results of a batch of a search; create it while the search runs, `fetch` them when all of
-    its sentences have ended, and read them at the end.
+    """The results of a batch of a search; create it while the search runs, let it `take` them when
+    all of its sentences have ended, and read them at the end.
 
     Args:
         sentences, beam: B, and the results per sentence (a sentence may get fewer).
     """
 
     def __init__(self, sentences: int, beam: int) -> None:
-        self._copied: torch.cuda.Event | None = None
         self._ranks = [_Rank() for _ in range(beam)]
         self._of_sentences = [
             [LazyHypothesis(rank, sentence) for rank in self._ranks]
             for sentence in range(sentences)
         ]
 
-    def fetch(
-        self, memory: SearchBuffers, first: int, positions: int, stream: torch.cuda.Stream | None
-    ) -> None:
-        """Copy all that ``ops.beam_advance`` has kept to the host, which does not wait.
+    def take(self, fetched: Fetched, first: int) -> None:
+        """first: the row of ``fetched`` that is the first result."""
+        self._fetched, self._first = fetched, first
 
-        first: the batch's first sentence. positions: P, the length of the longest result. stream:
-        the stream of the copy; None for the CPU.
-        """
-        beam = len(self._ranks)
-        rows = slice(first * beam, (first + len(self._of_sentences)) * beam)
-        self._fetched = _fetched(memory, rows, positions, stream)
-        if stream is not None:
-            self._copied = stream.record_event()
-
-    def wait(self) -> None:
-        """Wait until the results that were fetched are on the host."""
-        if self._copied is not None:
-            self._copied.synchronize()
+    @property
+    def is_complete(self) -> bool:
+        """Whether `read` would not wait; call it after `take`."""
+        return self._fetched.is_complete
 
     def read(self) -> list[list[LazyHypothesis]]:
         """The results of each sentence, best first.
@@ -140,13 +168,15 @@ class Results:
             UserError: a sentence has no result.
         """
         sentences, beam = len(self._of_sentences), len(self._ranks)
-        self.wait()
-        # Copy, since users may keep results while the next search reuses the pinned memory.
-        block = self._fetched.numpy().copy()
+        block, first = self._fetched.block, self._first
         del self._fetched
-        found = block[:, 0] > 0
-        order = np.where(found, -block[:, 1].view(np.float32), np.inf).reshape(sentences, beam)
-        rows = order.argsort(axis=1, kind="stable") + np.arange(0, len(block), beam)[:, None]
+        mine = block[first : first + sentences * beam]
+        found = mine[:, 0] > 0
+        order = np.where(found, -mine[:, 1].view(np.float32), np.inf).reshape(sentences, beam)
+        rows = (
+            order.argsort(axis=1, kind="stable")
+            + np.arange(first, first + len(mine), beam)[:, None]
+        )
         for rank, its_rows in zip(self._ranks, rows.T, strict=True):
             rank.learn(block, its_rows)
         if not found.all():
@@ -165,21 +195,18 @@ class Results:
             del each[number:]
 
 
-def _fetched(
-    memory: SearchBuffers, rows: slice, positions: int, stream: torch.cuda.Stream | None
-) -> Tensor:
+def _fetched(memory: SearchBuffers, rows: slice | Tensor, positions: int) -> Tensor:
     """Some hypotheses in one block on the CPU, int32 [M, 2 + 2 * P], by one copy.
 
     Each row: length, score, tokens, cumulative score up to each token. Scores are stored as their
     float32 bits.
     """
-    with torch.cuda.stream(stream):
-        return torch.cat(
-            [
-                memory.lengths[rows, None],
-                memory.totals[rows, None].view(torch.int32),
-                memory.hypothesis_tokens[rows, :positions],
-                memory.hypothesis_scores[rows, :positions].view(torch.int32),
-            ],
-            1,
-        ).to("cpu", non_blocking=True)
+    return torch.cat(
+        [
+            memory.lengths[rows, None],
+            memory.totals[rows, None].view(torch.int32),
+            memory.hypothesis_tokens[rows, :positions],
+            memory.hypothesis_scores[rows, :positions].view(torch.int32),
+        ],
+        1,
+    ).to("cpu", non_blocking=True)

@@ -10,11 +10,10 @@ sentence.
 
 from __future__ import annotations
 
-import bisect
 import functools
-import itertools
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +23,16 @@ from lightseq_fairseq.generation import prompts
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket, most_rows
 from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.options import SearchOptions
-from lightseq_fairseq.generation.results import LazyHypothesis, Results
+from lightseq_fairseq.generation.results import Fetched, LazyHypothesis
 from lightseq_fairseq.generation.search_buffers import OF_SENTENCE, Sizes
-from lightseq_fairseq.generation.source import SearchBatch, Source, SourcePart
+from lightseq_fairseq.generation.source import (
+    Chunk,
+    Group,
+    Ring,
+    SearchBatch,
+    SourcePart,
+    on_cpu,
+)
 from lightseq_fairseq.generation.step import Step
 
 MOST_BEAM = 64  # the largest beam that the CUDA kernels support
@@ -56,7 +62,7 @@ def search(
     user = _User()
     steps = steps.lent_to(user)
     try:
-        return _Search(steps, encoder, decoder, batches, options, first).results(rng)
+        return Search.of_all(steps, encoder, decoder, batches, options, first).results(rng)
     except BaseException:
         steps.forget()
         raise
@@ -66,8 +72,53 @@ class _User:
     """Its lifetime marks how long a search uses a ``StepDecoder``, see ``lent_to``."""
 
 
-class _Search:
-    """What the host knows of a search.
+class Room(NamedTuple):
+    """What the sentences of a search need at most.
+
+    slots: sentences that are searched at a time.
+    chunks: what the encoder reads at a time, as many as have room together; their sentences and
+    tokens. read_sentences, read_tokens: of what a model reads at a time. longest: tokens of a
+    sentence.
+    max_len, forced: tokens of a result, and with which it begins.
+    min_len_from: see ``ops.beam_candidates``.
+    """
+
+    slots: int
+    chunks: int
+    sentences: int
+    tokens: int
+    read_sentences: int
+    read_tokens: int
+    longest: int
+    max_len: int
+    forced: int
+    min_len_from: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], options: SearchOptions, reads_prompts: bool) -> Room:
+        """For these chunks. reads_prompts: whether the tokens are prompts of fairseq."""
+        max_len = max(int(each.max_lens.max()) for each in chunks)
+        longest = max(int(each.lengths.max()) for each in chunks)
+        sentences = [each.sentences for each in chunks]
+        tokens = [len(each.tokens) for each in chunks]
+        forced = [each.forced.shape[1] for each in chunks if each.forced is not None]
+        # The last step ends a hypothesis, whatever is forced.
+        after_forced = min(max(forced, default=0), max_len + (not options.forces_eos))
+        return cls(
+            max(sentences), len(chunks), sum(sentences), sum(tokens), max(sentences), max(tokens),
+            longest, max_len, after_forced, longest - 1 if reads_prompts else after_forced,
+        )  # fmt: skip
+
+
+class Search:
+    """A search of all sentences that are given; or, if ``is_open``, of those that arrive.
+
+    Args:
+        steps, encoder, decoder, options, first: see `search`.
+        room: what the sentences need at most.
+        prompt: tokens that do not count for the length of a result, as in transformers.
+        reads_prompts: whether the tokens of sentences are prompts of fairseq.
+        chunks: all sentences; None for a search that is open, see `add`.
 
     Attributes:
         rows: rows of a step, ``beam`` for each slot; perhaps more.
@@ -76,9 +127,9 @@ class _Search:
         began, ends_by: number of steps before the sentence of each slot, and after its last one.
         steps_ahead, places_ahead: its step, and its position in the buffers, less ``launched``.
         moved: the slots of the step before from which the slots come, if they have moved.
-        waiting: the first sentence that has not begun. encoded: batches that the encoder has read.
-        left: sentences of each batch that have not ended. longest: upper bound of the lengths of
-            its results. reported: whether the host knows that their last steps have run.
+        waiting: chunks with sentences that have not begun. unbegun: number of these sentences.
+        living: chunks with sentences that have not ended. group_of: the group of each sentence.
+        fetched: results on their way to the host. ended: the groups whose results these are.
 
     Attributes that `_plan` computes:
         running: which slots have a sentence. count: how many.
@@ -96,130 +147,248 @@ class _Search:
     all_end: int
 
     def __init__(
-        self, steps: StepDecoder, encoder: Any, decoder: Any, batches: Sequence[SearchBatch],
-        options: SearchOptions, first: int,
+        self, steps: StepDecoder, encoder: Any, decoder: Any, options: SearchOptions, first: int,
+        room: Room, prompt: int = 0, reads_prompts: bool = False,
+        chunks: Sequence[Chunk] | None = None,
     ) -> None:  # fmt: skip
         self.steps, self.encoder, self.decoder, self.options = steps, encoder, decoder, options
         self.memory = steps.buffers(*((decoder,) if encoder is None else (decoder, encoder)))
-        self.device, self.first = self.memory.device, first
-        one = batches[0]
-        self.has_prompts = encoder is None and not one.end_together  # those of fairseq
-        # Tokens that do not count for the length of a result, as in transformers.
-        self.prompt = one.tokens.shape[1] - 1 if one.end_together else 0
-        if self.has_prompts:
+        self.device, self.first, self.room = self.memory.device, first, room
+        self.prompt, self.reads_prompts, self.is_open = prompt, reads_prompts, chunks is None
+        self.table = decoder.table_rows(room.max_len + 1)
+        # Each chunk has one boundary more than sentences.
+        self.numbers, self.source_rows = Ring(room.sentences + room.chunks), Ring(room.tokens)
+        self.waiting: deque[Chunk] = deque()
+        self.living: deque[Chunk] = deque()
+        self.fetched: deque[Fetched] = deque()
+        self.ended: list[Group] = []
+        self.group_of: list[Group] = []
+        self.unbegun = 0
+        for each in chunks or ():
+            self._place(each)
+        self._open(chunks or ())
+
+    @classmethod
+    def of_all(
+        cls, steps: StepDecoder, encoder: Any, decoder: Any, batches: Sequence[SearchBatch],
+        options: SearchOptions, first: int,
+    ) -> Search:  # fmt: skip
+        """A search of all sentences of these batches, see `search`."""
+        one, batches = batches[0], on_cpu(batches)
+        reads_prompts = encoder is None and not one.end_together
+        pad = (decoder if encoder is None else encoder).padding_idx
+        if reads_prompts:
+            pad = options.pad
             batches = [
                 each._replace(tokens=prompts.with_first(each.tokens, first, options, each.max_len))
                 for each in batches
             ]
-        reader = decoder if encoder is None else encoder
-        self.source = source = Source.of(
-            batches, options.pad if self.has_prompts else reader.padding_idx
-        )
-        max_len = max(each.max_len for each in batches)
-        self.table = decoder.table_rows(max_len + 1)
-        forced = [each.forced for each in batches if each.forced is not None]
-        # The last step ends a hypothesis, whatever is forced.
-        most_forced = max_len + (not options.forces_eos)
-        self.after_forced = min(max((x.shape[1] for x in forced), default=0), most_forced)
-        self.min_len_from = self.after_forced
-        if self.has_prompts:
-            self.min_len_from = source.longest - 1
-        self._open(batches, max_len)
+        chunks = [Chunk.of([each], pad) for each in batches]
+        room = Room.of(chunks, options, reads_prompts)
+        prompt = one.tokens.shape[1] - 1 if one.end_together else 0
+        return cls(
+            steps, encoder, decoder, options, first, room, prompt, reads_prompts, chunks
+        )  # fmt: skip
 
-    def _open(self, batches: Sequence[SearchBatch], max_len: int) -> None:
+    def _open(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the buffers."""
-        source, beam, device = self.source, self.options.beam, self.device
+        room, beam, device = self.room, self.options.beam, self.device
         # One position more than the last step has: prompts that fill a bucket write there.
-        positions = max_len + 2
+        positions = room.max_len + 2
         if self.encoder is None:  # its hypotheses usually reach max_len
-            positions = max(positions, prompts.room(source.longest, device) + 1)
+            positions = max(positions, prompts.room(room.longest, device) + 1)
         else:
-            positions = min(positions, max(expected_length(source.longest), self.after_forced) + 2)
+            positions = min(positions, max(expected_length(room.longest), room.forced) + 2)
         most = max(most_rows(self.memory, positions) // beam, 1)
-        self.rows = first_bucket(min(source.largest_batch, most) * beam, device)
-        slots = self.rows // beam
-        part, read = source.largest_batch, source.most_tokens
-        if self.encoder is None:
-            part = min(slots, source.sentences)
-            read = int((source.cu_seqlens[part:] - source.cu_seqlens[:-part]).max())
-        sizes = Sizes(positions, source.sentences * beam, self.rows, source.sentences, part, read)
-        self.steps.open(source, sizes)
+        self.rows = self.most_rows = first_bucket(min(room.slots, most) * beam, device)
+        slots, numbers = self.rows // beam, room.sentences + room.chunks
+        part, read = room.read_sentences, room.read_tokens
+        if self.encoder is None and not self.is_open:  # prompts of any batches are read together
+            part = min(slots, room.sentences)
+            ends = np.concatenate([[0], *[each.lengths for each in chunks]]).cumsum()
+            read = int((ends[part:] - ends[:-part]).max())
+        sizes = Sizes(positions, numbers * beam, self.rows, numbers, part, read)
+        bounds = [each.start + each.boundaries for each in chunks]
+        self.steps.open(np.concatenate(bounds) if bounds else np.zeros(1), room.tokens, sizes)
         self.memory.keep_blocked(self.options.blocked)
         self.in_slot = np.full(slots, -1)
         self.began, self.ends_by, self.steps_ahead, self.places_ahead = np.zeros((4, slots), int)
-        self.count, self.refills = 0, True
         self.kind: tuple[int, bool, bool] | None = None
         self.moved: np.ndarray | None = None
-        self.launched = self.waiting = self.encoded = 0
-        self.forced = prompts.keep_forced(
-            self.memory, batches, source.batches, self.after_forced, self.options.pad
-        )
-        self.left = [end - start for start, end in itertools.pairwise(source.batches)]
-        self.longest, self.reported = [1] * len(self.left), [True] * len(self.left)
+        self.launched = self.count = 0
+        self.forced = prompts.room_for_forced(self.memory, numbers, room.forced)
+        if chunks:
+            prompts.keep_forced(self.memory, self.forced, chunks, self.options.pad)
+        self.is_new, self.is_sent = True, False  # whether rows and a source were sent to the device
+        self.refills = bool(chunks)
 
     def results(self, rng: Tensor | None) -> list[list[list[LazyHypothesis]]]:
         """See `search`."""
         if rng is not None:
             self.memory.rng.copy_(rng)
-        while self.count or self.refills:
-            if self.refills:
-                self._refill()
-            elif self.fewest < self.rows:
-                self._compact(self.fewest)
-            if self.count:
-                self._step()
-        found = [each.read() for each in self.found]
+        chunks = [*self.waiting]
+        while self.is_busy:
+            self.advance()
+        found = [group.results.read() for chunk in chunks for group in chunk.groups]
+        self.close()
+        return found
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether sentences have not ended."""
+        return bool(self.count or self.unbegun)
+
+    def advance(self) -> None:
+        """Run a step, if there are sentences. ``ended`` has the groups that are new there."""
+        if self.refills:
+            self._refill()
+        elif self.fewest < self.rows:
+            self._compact(self.fewest)
+        if self.count:
+            self._step()
+
+    def close(self) -> None:
+        """Call this after the last step."""
         self.steps.launched += self.launched
         self.steps.end()
-        return found
+
+    @property
+    def free(self) -> int:
+        """How many slots are free."""
+        return len(self.in_slot) - self.count
+
+    def add(self, batches: Sequence[SearchBatch]) -> list[Group] | None:
+        """Begin sentences of a search that is open; the encoder reads them together.
+
+        batches: on the CPU; prompts of fairseq as `prompts.with_first` returns them.
+
+        Returns: a group for each batch. None: there are not enough free slots, or no room in the
+        buffers; try it again when others have ended.
+        """
+        reader = self.decoder if self.encoder is None else self.encoder
+        pad = self.options.pad if self.reads_prompts else reader.padding_idx
+        chunk = Chunk.of(batches, pad)
+        if self.is_new:
+            self._begin()
+        if chunk.sentences > self.free or not self._place(chunk):
+            return None
+        memory, beam, start, end = self.memory, self.options.beam, chunk.first, chunk.end
+        self.steps.progress.follow()  # the results that were here are on their way to the host
+        memory.cu_seqlens[start : end + 1] = memory.sent(chunk.start + chunk.boundaries)
+        memory.lengths[start * beam : end * beam] = 0
+        prompts.keep_forced(memory, self.forced, [chunk], self.options.pad)
+        self._refill()
+        return chunk.groups
+
+    def cancel(self, group: Group) -> None:
+        """End the sentences of a group, which gets no results."""
+        if not group.left:
+            return
+        its = (self.in_slot >= group.first) & (self.in_slot < group.first + group.size)
+        slots = np.flatnonzero(its)
+        self.memory.sentences[self.memory.sent(slots).long()] = -1
+        self.in_slot[slots] = -1
+        group.chunk.left -= group.left
+        group.left = 0
+        self._forget_chunks()
+        self._plan()
+
+    def _place(self, chunk: Chunk) -> bool:
+        """Give a chunk numbers and rows of the source; returns whether there is room."""
+        sizes = chunk.sentences + 1, len(chunk.tokens)
+        first, start = self.numbers.find(sizes[0]), self.source_rows.find(sizes[1])
+        if first is None or start is None:
+            return False
+        self.numbers.take(first, sizes[0])
+        self.source_rows.take(start, sizes[1])
+        chunk.first, chunk.start = first, start
+        groups = chunk.open(self.options.beam)
+        end = chunk.first + chunk.sentences + 1
+        self.group_of += [groups[0]] * (end - len(self.group_of))
+        for group in groups:
+            self.group_of[group.first : group.first + group.size] = [group] * group.size
+        self.waiting.append(chunk)
+        self.living.append(chunk)
+        self.unbegun += chunk.sentences
+        return True
 
     def _plan(self) -> None:
         """Compute what only changes with the slots: a step itself must cost the host little."""
-        source, options = self.source, self.options
+        options, beam = self.options, self.options.beam
         self.running = running = self.in_slot >= 0
         self.count = count = int(running.sum())
-        slots, is_waiting = len(running), self.waiting < source.sentences
+        slots = len(running)
         # Without a forced eos, all sentences must be at the same step.
-        self.refills = is_waiting and (
+        self.refills = bool(self.unbegun) and (
             not count or (options.forces_eos and (slots - count) * _REFILL >= slots)
         )
-        self.fewest = self.rows if is_waiting else bucket(count * options.beam, self.device)
+        if self.is_open:  # sentences arrive: none is moved
+            last = int(running.nonzero()[0][-1]) + 1 if count else 1
+            self.rows = min(bucket(last * beam, self.device), self.most_rows)
+        self.fewest = self.rows
+        if not (self.unbegun or self.is_open):
+            self.fewest = bucket(count * beam, self.device)
         if count:
             ends_by = self.ends_by[running]
             self.next_due = int(ends_by.min())
             self.all_end = -1 if options.forces_eos else int(ends_by.max())
             self.furthest = int(self.places_ahead[running].max())
-            self.forced_until = self.after_forced - int(self.steps_ahead[running].min())
+            self.forced_until = self.room.forced - int(self.steps_ahead[running].min())
+
+    def _begin(self) -> None:
+        """Send the rows of a search that is open, which have no sentences yet."""
+        self.memory.host["tokens"].fill(self.first)
+        self.memory.host["scores"].fill(-np.inf)
+        self.memory.send_rows()
+        self.steps.progress.begin()
+        self.is_new = False
+
+    def _next(self, count: int) -> tuple[SourcePart, list[Chunk]]:
+        """The next ``count`` sentences that begin, and the chunks whose first ones are there."""
+        parts, chunks = [], []
+        self.unbegun -= count
+        while count:
+            chunk = self.waiting[0]
+            if not chunk.begun:
+                chunks.append(chunk)
+            end = min(chunk.begun + count, chunk.sentences)
+            parts.append(chunk.part(chunk.begun, end))
+            count -= end - chunk.begun
+            chunk.begun = end
+            if end == chunk.sentences:
+                self.waiting.popleft()
+        return SourcePart.joined(parts), chunks
 
     def _refill(self) -> None:
         """Begin the next sentences in the free slots."""
-        source, memory, options = self.source, self.memory, self.options
-        beam, is_first = options.beam, self.waiting == 0
+        memory, options = self.memory, self.options
+        beam, is_first = options.beam, self.is_new
         free = np.flatnonzero(self.in_slot < 0)
-        count = min(len(free), source.sentences - self.waiting)
-        if self.encoder is None and not is_first:
+        count = min(len(free), self.unbegun)
+        if self.encoder is None and not (is_first or self.is_open):
             count = 1 << (count.bit_length() - 1)  # few graphs, each for a number of prompts
-        begin, self.waiting = self.waiting, self.waiting + count
-        end = self.waiting
+        part, chunks = self._next(count)
         if self.encoder is not None:  # the GPU reads the source while the host prepares the rest
-            self._encode(is_first)
-        slots, sentences = free[:count], np.arange(begin, end)
+            for each in chunks:
+                read = each.part()
+                self._send(read, None)
+                self.steps.encode(self.encoder, self.decoder, read, each.start)
+        slots = free[:count]
         numbers = np.zeros((len(OF_SENTENCE), count), np.int64)
         tokens, steps, last_steps, places = numbers
         tokens.fill(self.first)
         if self.encoder is None:
-            part = source.part(begin, end)
             places[:], tokens[:] = part.lengths - 1, part.tokens[part.boundaries[1:] - 1]
-        steps[:], last_steps[:] = self.prompt or places, source.max_lens[begin:end]
+        steps[:], last_steps[:] = self.prompt or places, part.max_lens
         # At first all hypotheses of a sentence are equal: only one per group may have
         # continuations, or all of them when sampling.
         scores = np.full((count, beam), -np.inf, np.float32)
         scores[:, : beam if options.sampled else options.groups] = 0.0
-        self.in_slot[slots], self.began[slots] = sentences, self.launched
+        self.in_slot[slots], self.began[slots] = part.numbers, self.launched
         self.steps_ahead[slots] = steps - self.launched
         self.places_ahead[slots] = places - self.launched
         self.ends_by[slots] = self.launched + last_steps - steps + 1
-        if self.has_prompts:
+        if self.reads_prompts:
             finished = prompts.finished(part, options.eos)
             self.in_slot[slots[finished]], scores[finished] = -1, -np.inf
         if is_first:
@@ -234,37 +403,26 @@ class _Search:
         else:
             memory.start(slots, self.in_slot[slots], numbers, scores)
         if self.encoder is None:
-            self._prefill(part, free if is_first else slots, is_first)
+            self._prefill(part, free if is_first else slots)
         if is_first:  # while the GPU reads the source
             self.steps.progress.begin()
-            self.found = [Results(size, beam) for size in self.left]
-        if self.has_prompts and finished.any():
-            self._end(sentences[finished], places[finished], is_reported=False)
+            self.is_new = False
+        if self.reads_prompts and finished.any():
+            self._end(part.numbers[finished], places[finished], is_reported=False)
         self._plan()
 
-    def _prefill(self, part: SourcePart, slots: np.ndarray, is_first: bool) -> None:
+    def _prefill(self, part: SourcePart, slots: np.ndarray) -> None:
         """Let the decoder read the prompts of a part, in the first of these slots."""
-        self._send(part, slots, is_first)
+        self._send(part, slots)
         prompts.prefill(
-            self.steps, self.decoder, part, len(slots), self.options, self.table, self.has_prompts
+            self.steps, self.decoder, part, len(slots), self.options, self.table, self.reads_prompts
         )
 
-    def _encode(self, is_first: bool) -> None:
-        """Let the encoder read the batches of all sentences that have begun."""
-        bounds = self.source.batches
-        while bounds[self.encoded] < self.waiting:
-            first, end = bounds[self.encoded : self.encoded + 2]
-            part = self.source.part(first, end)
-            self._send(part, None, is_first)
-            start = int(self.source.cu_seqlens[first])
-            self.steps.encode(self.encoder, self.decoder, part, start)
-            self.encoded += 1
-            is_first = False
-
-    def _send(self, part: SourcePart, slots: np.ndarray | None, is_first: bool) -> None:
+    def _send(self, part: SourcePart, slots: np.ndarray | None) -> None:
         memory = self.memory
-        if not is_first:
+        if self.is_sent:
             memory.next_source()
+        self.is_sent = True
         part.write(memory.host)
         if slots is not None:
             memory.host["source_slots"][: len(slots)] = slots
@@ -274,13 +432,15 @@ class _Search:
         """Launch a step, and learn which sentences have ended."""
         place = self.furthest + self.launched
         if place > self.memory.positions - 2:
-            for each in self.found:
+            for each in self.fetched:
                 each.wait()
             self.steps.make_room(self.memory.rows, place + 2, place)
         follows, ends_all = self.launched < self.forced_until, self.launched + 1 == self.all_end
         if self.kind != (self.rows, follows, ends_all):
             self.kind = self.rows, follows, ends_all
-            step = Step(self.rows, self.options, self.min_len_from, self.prompt, follows, ends_all)
+            step = Step(
+                self.rows, self.options, self.room.min_len_from, self.prompt, follows, ends_all
+            )
             forced = self.forced if follows else None
             # Sizes that a graph knows, beside those of the buffers.
             sizes = None if forced is None else forced.shape, len(self.memory.lengths) * ends_all
@@ -318,18 +478,40 @@ class _Search:
         """
         complete = []
         for sentence, length in zip(sentences.tolist(), lengths.tolist(), strict=True):
-            batch = bisect.bisect(self.source.batches, sentence) - 1
-            self.left[batch] -= 1
-            self.longest[batch] = max(self.longest[batch], length)
-            self.reported[batch] &= is_reported
-            if not self.left[batch]:
-                complete.append(batch)
-        for batch in sorted(complete):
-            # A step writes its report only after its results are visible to the whole GPU. So what
-            # is reported can be read while later steps run.
-            stream = self.steps.progress.beside(not self.reported[batch])
-            first, positions = self.source.batches[batch], self.longest[batch]
-            self.found[batch].fetch(self.memory, first, positions, stream)
+            group = self.group_of[sentence]
+            group.left -= 1
+            group.chunk.left -= 1
+            group.longest = max(group.longest, length)
+            group.reported &= is_reported
+            if not group.left:
+                complete.append(group)
+        if complete:
+            self._fetch(sorted(complete, key=lambda group: group.first))
+            self._forget_chunks()
+
+    def _fetch(self, groups: list[Group]) -> None:
+        """Fetch the results of groups that are complete."""
+        beam, positions = self.options.beam, max(group.longest for group in groups)
+        # A step writes its report only after its results are visible to the whole GPU. So what is
+        # reported can be read while later steps run.
+        stream = self.steps.progress.beside(not all(group.reported for group in groups))
+        bounds = [(each.first * beam, (each.first + each.size) * beam) for each in groups]
+        rows = slice(*bounds[0]) if len(groups) == 1 else np.r_[tuple(slice(*x) for x in bounds)]
+        fetched, first = Fetched(self.memory, rows, positions, stream), 0
+        for group, (start, end) in zip(groups, bounds, strict=True):
+            group.results.take(fetched, first)
+            first += end - start
+        while self.fetched and self.fetched[0].is_complete:
+            self.fetched.popleft()
+        self.fetched.append(fetched)
+        self.ended += groups
+
+    def _forget_chunks(self) -> None:
+        """Give back the places of the oldest chunks, if their sentences have ended."""
+        while self.living and not self.living[0].left:
+            self.living.popleft()
+            self.numbers.give()
+            self.source_rows.give()
 
     def _compact(self, rows: int) -> None:
         """Move the sentences of the last slots to free slots among the first ones.

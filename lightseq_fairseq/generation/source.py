@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightseq_fairseq.generation.results import Results
 
 
 class SearchBatch(NamedTuple):
@@ -31,70 +34,142 @@ class SearchBatch(NamedTuple):
     end_together: bool = False
 
 
-@dataclass(frozen=True)
-class Source:
-    """All sentences of some batches, in their order; without pads.
+def on_cpu(batches: Sequence[SearchBatch]) -> list[SearchBatch]:
+    """The batches with their tokens on the CPU. For tokens on a GPU, this is a host sync."""
+    fetched = [batch.tokens.to("cpu", non_blocking=True) for batch in batches]
+    for batch in batches:
+        if batch.tokens.is_cuda:
+            torch.cuda.current_stream(batch.tokens.device).synchronize()
+    return [batch._replace(tokens=each) for batch, each in zip(batches, fetched, strict=True)]
+
+
+@dataclass(eq=False)
+class Group:
+    """The sentences of a `SearchBatch` in a search.
 
     Attributes:
-        tokens: int64 [T]. cu_seqlens: int64 [B + 1], boundaries of the sentences.
-        batches: boundaries of the batches, in sentences.
-        max_lens: int64 [B].
-        longest: the most tokens of a sentence. largest_batch, most_tokens: the most sentences and
-            tokens of a batch.
+        size: B. first: the number of the first one. left: how many have not ended.
+        longest: upper bound of the lengths of their results. reported: whether the host knows that
+            the last steps of those that have ended have run.
+    """
+
+    chunk: Chunk
+    size: int
+    first: int
+    results: Results
+    longest: int = 1
+    reported: bool = True
+
+    def __post_init__(self) -> None:
+        self.left = self.size
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Sentences that the encoder reads at a time, without pads.
+
+    Attributes:
+        tokens: int64 [T]. boundaries: int64 [B + 1], of the sentences, from 0. max_lens: int64 [B].
+        forced: int64 [B, P] or None, see `SearchBatch`.
+        groups: the batches of which it consists.
+        first, start: the number of the first sentence, and the row of its first token, in the
+            buffers of the search.
+        begun: how many sentences have begun. left: how many have not ended.
     """
 
     tokens: np.ndarray
-    cu_seqlens: np.ndarray
-    batches: list[int]
+    boundaries: np.ndarray
     max_lens: np.ndarray
-    longest: int
-    largest_batch: int
-    most_tokens: int
+    forced: np.ndarray | None
+    sizes: list[int]
+    first: int = 0
+    start: int = 0
+    begun: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = self.sentences
+        self.groups: list[Group] = []
 
     @classmethod
-    def of(cls, batches: Sequence[SearchBatch], pad: int) -> Source:
-        """Fetches the tokens. For tokens on a GPU, this is a host sync."""
-        fetched = [batch.tokens.to("cpu", non_blocking=True) for batch in batches]
-        for batch in batches:
-            if batch.tokens.is_cuda:
-                torch.cuda.current_stream(batch.tokens.device).synchronize()
-        padded = [each.numpy() for each in fetched]
+    def of(cls, batches: Sequence[SearchBatch], pad: int) -> Chunk:
+        """batches: at least one; their tokens are on the CPU."""
+        padded = [batch.tokens.numpy() for batch in batches]
         real = [each != pad for each in padded]
         lengths = np.concatenate([each.sum(1) for each in real])
+        boundaries = np.zeros(len(lengths) + 1, np.int64)
+        lengths.cumsum(out=boundaries[1:])
         tokens = [each[mask] for each, mask in zip(padded, real, strict=True)]
         sizes = [len(each) for each in padded]
-        cu_seqlens = np.zeros(len(lengths) + 1, np.int64)
-        lengths.cumsum(out=cu_seqlens[1:])
-        return cls(
-            np.concatenate(tokens), cu_seqlens, [*accumulate(sizes, initial=0)],
-            np.array([batch.max_len for batch in batches]).repeat(sizes),
-            int(lengths.max()), max(sizes), max(map(len, tokens)),
-        )  # fmt: skip
+        max_lens = np.array([batch.max_len for batch in batches]).repeat(sizes)
+        forced = [batch.forced.cpu().numpy() for batch in batches if batch.forced is not None]
+        assert len(forced) in (0, len(batches))
+        joined = np.concatenate(forced) if forced else None
+        return cls(np.concatenate(tokens), boundaries, max_lens, joined, sizes)
 
     @property
     def sentences(self) -> int:
         return len(self.max_lens)
 
-    def part(self, first: int, end: int) -> SourcePart:
-        """The sentences ``first`` to ``end`` - 1."""
-        starts = self.cu_seqlens[first : end + 1]
-        return SourcePart(first, self.tokens[starts[0] : starts[-1]], starts - starts[0])
-
-
-@dataclass(frozen=True)
-class SourcePart:
-    """Adjacent sentences of a source that a model reads at a time.
-
-    first: the first one. tokens: int64 [T]. boundaries: int64, from 0, of the sentences.
-    """
-
-    first: int
-    tokens: np.ndarray
-    boundaries: np.ndarray
+    @property
+    def end(self) -> int:
+        """The number after that of the last sentence."""
+        return self.first + self.sentences
 
     @cached_property
     def lengths(self) -> np.ndarray:
         return self.boundaries[1:] - self.boundaries[:-1]  # in a third of the time of np.diff
+
+    def open(self, beam: int) -> list[Group]:
+        """Make its groups, whose sentences have numbers from ``first`` on."""
+        starts = accumulate(self.sizes, initial=self.first)
+        self.groups = [
+            Group(self, size, start, Results(size, beam))
+            for size, start in zip(self.sizes, starts, strict=False)
+        ]
+        return self.groups
+
+    def part(self, begin: int = 0, end: int | None = None) -> SourcePart:
+        """Its sentences ``begin`` to ``end`` - 1."""
+        end = self.sentences if end is None else end
+        starts = self.boundaries[begin : end + 1]
+        return SourcePart(
+            np.arange(self.first + begin, self.first + end),
+            self.tokens[starts[0] : starts[-1]],
+            starts - starts[0],
+            self.max_lens[begin:end],
+        )
+
+
+@dataclass(frozen=True)
+class SourcePart:
+    """Sentences that a model reads at a time.
+
+    numbers: int64 [B], of the sentences. tokens: int64 [T]. boundaries: int64 [B + 1], from 0.
+    max_lens: int64 [B].
+    """
+
+    numbers: np.ndarray
+    tokens: np.ndarray
+    boundaries: np.ndarray
+    max_lens: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: Sequence[SourcePart]) -> SourcePart:
+        """One part of several, at least one."""
+        if len(parts) == 1:
+            return parts[0]
+        lengths = np.concatenate([each.lengths for each in parts])
+        boundaries = np.zeros(len(lengths) + 1, np.int64)
+        lengths.cumsum(out=boundaries[1:])
+        numbers, tokens, max_lens = (
+            np.concatenate([getattr(each, name) for each in parts])
+            for name in ("numbers", "tokens", "max_lens")
+        )
+        return cls(numbers, tokens, boundaries, max_lens)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return self.boundaries[1:] - self.boundaries[:-1]
 
     @cached_property
     def longest(self) -> int:
@@ -109,3 +184,32 @@ class SourcePart:
         host["source_tokens"][:count] = self.tokens
         positions = np.arange(count) - self.boundaries[:-1].repeat(lengths)
         host["source_positions"][:count] = positions
+
+
+class Ring:
+    """Adjacent places in a buffer of ``size``, which are given back in the order in which they were
+    taken."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._end = size, 0
+        self._starts: deque[int] = deque()
+
+    def find(self, count: int) -> int | None:
+        """The first of ``count`` > 0 free places, or None while there is no room."""
+        start, oldest = self._end, self._starts[0] if self._starts else None
+        if oldest is None:
+            return 0 if count <= self._size else None
+        if start > oldest:
+            if start + count <= self._size:
+                return start
+            start = 0  # the places before the oldest ones
+        return start if start + count < oldest else None
+
+    def take(self, start: int, count: int) -> None:
+        """Take places that `find` has found."""
+        self._starts.append(start)
+        self._end = start + count
+
+    def give(self) -> None:
+        """Give back what was taken first."""
+        self._starts.popleft()
