@@ -200,7 +200,8 @@ class Search:
         else:
             positions = min(positions, max(expected_length(room.longest), room.forced) + 2)
         most = max(most_rows(self.memory, positions) // beam, 1)
-        self.rows = self.most_rows = first_bucket(min(room.slots, most) * beam, device)
+        rows = first_bucket(min(room.slots, most) * beam, device)
+        self.rows = self.most_rows = self.fewest = rows
         slots, numbers = self.rows // beam, room.sentences + room.chunks
         part, read = room.read_sentences, room.read_tokens
         if self.encoder is None and not self.is_open:  # prompts of any batches are read together

@@ -7,7 +7,6 @@ a GPU only with LIGHTSEQ_CHECK_INDICES=1. `check_boundaries` reads the values of
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -134,11 +133,13 @@ def check_power_of_two(op: str, name: str, x: Tensor, most: int) -> None:
 
 
 def check_boundaries(
-    op: str, name: str, boundaries: Tensor, rows: int, longest: tuple[str, int] | None = None
-) -> None:
+    op: str, name: str, boundaries: Tensor, rows: int, longest: tuple[str, int] | None = None,
+    used: Tensor | None = None,
+) -> None:  # fmt: skip
     """Raise ValueError unless cu_seqlens begin with 0, never descend and stay in [0, rows].
 
     longest: name and value of the argument that limits the length of a sentence.
+    used: the numbers of some sentences: those of others may have any boundaries.
     On a GPU the values are read (the host waits) when this tensor is first checked, and again after
     a write to it. The result is cached on the tensor, see `trust_boundaries`. During capture
     nothing can be read; invalid boundaries then fail in a device-side assertion of the kernel.
@@ -154,10 +155,12 @@ def check_boundaries(
             return
     end = most = 0
     values = boundaries.tolist()
-    if values[:1] != [0]:
+    if used is None and values[:1] != [0]:
         first = values[0] if values else "nothing"
         raise ValueError(f"{op}: {name} must begin with 0, begins with {first}")
-    for place, (start, end) in enumerate(itertools.pairwise(values)):
+    sentences = range(len(values) - 1)
+    for place in sentences if used is None else [n for n in used.tolist() if n in sentences]:
+        start, end = values[place : place + 2]
         if not 0 <= start <= end <= rows:
             raise ValueError(
                 f"{op}: {name} must ascend within [0, {rows}], "
@@ -169,7 +172,8 @@ def check_boundaries(
                 f"but sentence {place} of {name} has {end - start} rows"
             )
         most = max(most, end - start)
-    if not boundaries.is_inference():  # inference tensors have no version counter to detect writes
+    # Inference tensors have no version counter to detect writes.
+    if used is None and not boundaries.is_inference():
         trust_boundaries(boundaries, end, most)
 
 

@@ -90,8 +90,9 @@ class DecodeCrossAttention(NamedTuple):
 
     q: [N, C], N >= len(sentences) * beam; the rows of a slot are adjacent; out is 0 for later rows.
     keys, values: [T, C], rows may be strided (views of one GEMM for all layers).
-    cu_seqlens: int32 [S + 1], first row of each sentence, then the end of the last.
-    sentences: int32 [slots], the sentence that each slot translates, negative for none.
+    cu_seqlens: int32 [S + 1]; sentence s has the rows from cu_seqlens[s] to cu_seqlens[s + 1].
+    sentences: int32 [slots], the sentence that each slot translates, negative for none. The
+    boundaries of other sentences are not read.
     On a GPU only q may be written by the kernel directly before this one in the stream: the other
     tensors are read while that kernel still runs (programmatic dependent launch).
     Sentence numbers are not checked.
@@ -122,7 +123,7 @@ class DecodeCrossAttention(NamedTuple):
         if len(cu_seqlens) < 2:
             raise ValueError(f"{op}: cu_seqlens must hold at least one sentence")
         _check_heads(op, channels, heads)
-        check_boundaries(op, "cu_seqlens", cu_seqlens, len(keys))
+        check_boundaries(op, "cu_seqlens", cu_seqlens, len(keys), used=sentences)
 
     def shape(self) -> Tensor:
         return self.q.new_empty(self.q.shape)

@@ -16,9 +16,8 @@ from fairseq.dataclass.configs import GenerationConfig
 from fairseq.sequence_generator import SequenceGenerator
 from helpers.searches import assert_close, assert_equal
 
-from lightseq_fairseq.generation import decoder, incremental, prompts, search_buffers
+from lightseq_fairseq.generation import decoder, search_buffers
 from lightseq_fairseq.generation import search as of_search
-from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.search import search
 from lightseq_fairseq.generation.source import SearchBatch
@@ -74,22 +73,6 @@ def limited_slots(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]
         monkeypatch.setattr(of_search, "most_rows", lambda decoder, positions: slots * beam)
 
     return limited
-
-
-@pytest.fixture(name="as_on_a_gpu")
-def rounded_and_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row counts are rounded up, and the host learns of a step when the next one has run."""
-    gpu = torch.device("cuda")
-    for name in ("bucket", "first_bucket"):
-        function = getattr(decoder, name)
-
-        def rounded(rows: int, device: torch.device, function: Any = function) -> int:
-            return int(function(rows, gpu))
-
-        for module in (decoder, of_search, prompts, incremental):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, rounded)
-    monkeypatch.setattr(DelayedProgress, "is_delayed", True)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

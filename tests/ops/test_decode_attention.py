@@ -189,7 +189,10 @@ def test_step_and_boundaries_are_checked(monkeypatch):
     case.steps[2] = 8
     with pytest.raises(ValueError, match=r"decode_self_attention: steps must be in .* got 8"):
         ops.decode_self_attention(*case.arguments())
-    source = Source(3, [0])
+    source = Source(3, [0, 1])
     source.cu[2] = 0
     with pytest.raises(ValueError, match="decode_cross_attention: cu_seqlens must ascend"):
         ops.decode_cross_attention(*source.arguments())
+    source.sentences[1] = -1  # no slot has the sentence with the wrong boundaries
+    out = ops.decode_cross_attention(*source.arguments())
+    torch.testing.assert_close(out, expected(source.q, source))
