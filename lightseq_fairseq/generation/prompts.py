@@ -29,22 +29,28 @@ from lightseq_fairseq import ops
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.search_buffers import SearchBuffers, power
-from lightseq_fairseq.generation.source import Chunk, SourcePart
+from lightseq_fairseq.generation.source import Chunk, SearchBatch, SourcePart
 from lightseq_fairseq.ops.beam_advance import normalised
 
 _LOGITS = 1 << 27  # logits that exist at a time
 
 
-def with_first(tokens: Tensor, first: int, options: SearchOptions, max_len: int) -> Tensor:
-    """tokens int64 [B, L - 1] -> the prompts with the first decoder input, int64 [B, L].
+def with_first(
+    batches: Sequence[SearchBatch], first: int, options: SearchOptions
+) -> list[SearchBatch]:
+    """The batches with the first decoder input before their prompts, [B, L - 1] -> [B, L].
 
     Tokens after an eos become pads. Tokens after the first ``max_len``, the most that a result may
     have, are removed.
     """
-    tokens = tokens[:, :max_len]
-    ends = tokens == options.eos
-    tokens = tokens.masked_fill(ends.cumsum(1) - ends.long() > 0, options.pad)
-    return torch.cat((tokens.new_full((len(tokens), 1), first), tokens), 1)
+    found = []
+    for batch in batches:
+        tokens = batch.tokens[:, : batch.max_len]
+        ends = tokens == options.eos
+        tokens = tokens.masked_fill(ends.cumsum(1) - ends.long() > 0, options.pad)
+        tokens = torch.cat((tokens.new_full((len(tokens), 1), first), tokens), 1)
+        found.append(batch._replace(tokens=tokens))
+    return found
 
 
 def room(longest: int, device: torch.device) -> int:
@@ -166,10 +172,11 @@ def keep_forced(
         return
     first, width = chunks[0].first, room.shape[1]
     tokens = np.full((chunks[-1].end - first, width), pad)
-    for chunk in chunks:
-        if chunk.forced is not None:
-            its = chunk.forced[:, :width]
-            tokens[chunk.first - first : chunk.end - first, : its.shape[1]] = its
+    for group, forced in [pair for x in chunks for pair in zip(x.groups, x.forced, strict=True)]:
+        if forced is not None:
+            its = forced[:, :width].cpu().numpy()
+            start = group.first - first
+            tokens[start : start + group.size, : its.shape[1]] = its
     room[first : chunks[-1].end] = memory.sent(tokens.ravel()).view(-1, width)
 
 

@@ -195,6 +195,28 @@ class Results:
             del each[number:]
 
 
+class Newest:
+    """The newest token of each slot after a step, on its way to the host.
+
+    Args:
+        rows: of the first hypothesis of each slot.
+        numbers: int64 [slots], the sentences, negative for none.
+    """
+
+    def __init__(self, memory: SearchBuffers, rows: slice, numbers: np.ndarray) -> None:
+        self._tokens = memory.tokens[rows].to("cpu", non_blocking=True, copy=True)
+        on_gpu = memory.device.type == "cuda"
+        self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._numbers = numbers.tolist()
+
+    def read(self) -> dict[int, int]:
+        """The token of each sentence; waits for the step."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found = zip(self._numbers, self._tokens.tolist(), strict=False)
+        return {number: token for number, token in found if number >= 0}
+
+
 def _fetched(memory: SearchBuffers, rows: slice | Tensor, positions: int) -> Tensor:
     """Some hypotheses in one block on the CPU, int32 [M, 2 + 2 * P], by one copy.
 

@@ -23,7 +23,7 @@ from lightseq_fairseq.generation import prompts
 from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucket, most_rows
 from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.options import SearchOptions
-from lightseq_fairseq.generation.results import Fetched, LazyHypothesis
+from lightseq_fairseq.generation.results import Fetched, LazyHypothesis, Newest
 from lightseq_fairseq.generation.search_buffers import OF_SENTENCE, Sizes
 from lightseq_fairseq.generation.source import (
     Chunk,
@@ -101,7 +101,7 @@ class Room(NamedTuple):
         longest = max(int(each.lengths.max()) for each in chunks)
         sentences = [each.sentences for each in chunks]
         tokens = [len(each.tokens) for each in chunks]
-        forced = [each.forced.shape[1] for each in chunks if each.forced is not None]
+        forced = [x.shape[1] for each in chunks for x in each.forced if x is not None]
         # The last step ends a hypothesis, whatever is forced.
         after_forced = min(max(forced, default=0), max_len + (not options.forces_eos))
         return cls(
@@ -179,10 +179,7 @@ class Search:
         pad = (decoder if encoder is None else encoder).padding_idx
         if reads_prompts:
             pad = options.pad
-            batches = [
-                each._replace(tokens=prompts.with_first(each.tokens, first, options, each.max_len))
-                for each in batches
-            ]
+            batches = prompts.with_first(batches, first, options)
         chunks = [Chunk.of([each], pad) for each in batches]
         room = Room.of(chunks, options, reads_prompts)
         prompt = one.tokens.shape[1] - 1 if one.end_together else 0
@@ -261,13 +258,16 @@ class Search:
     def add(self, batches: Sequence[SearchBatch]) -> list[Group] | None:
         """Begin sentences of a search that is open; the encoder reads them together.
 
-        batches: on the CPU; prompts of fairseq as `prompts.with_first` returns them.
+        batches: their tokens are on the CPU.
 
         Returns: a group for each batch. None: there are not enough free slots, or no room in the
         buffers; try it again when others have ended.
         """
-        reader = self.decoder if self.encoder is None else self.encoder
-        pad = self.options.pad if self.reads_prompts else reader.padding_idx
+        pad = self.options.pad
+        if self.encoder is not None:
+            pad = self.encoder.padding_idx
+        elif self.reads_prompts:
+            batches = prompts.with_first(batches, self.first, self.options)
         chunk = Chunk.of(batches, pad)
         if self.is_new:
             self._begin()
@@ -293,6 +293,14 @@ class Search:
         group.left = 0
         self._forget_chunks()
         self._plan()
+
+    def newest(self) -> Newest:
+        """The newest tokens of the best hypotheses, after the last step.
+
+        Those of a sentence that ended at this step mean nothing.
+        """
+        rows = slice(0, self.rows, self.options.beam)
+        return Newest(self.memory, rows, self.in_slot)
 
     def _place(self, chunk: Chunk) -> bool:
         """Give a chunk numbers and rows of the source; returns whether there is room."""

@@ -70,8 +70,8 @@ class Chunk:
 
     Attributes:
         tokens: int64 [T]. boundaries: int64 [B + 1], of the sentences, from 0. max_lens: int64 [B].
-        forced: int64 [B, P] or None, see `SearchBatch`.
-        groups: the batches of which it consists.
+        sizes, forced: the number of sentences, and the forced tokens, of each batch of which it
+            consists. groups: of these batches.
         first, start: the number of the first sentence, and the row of its first token, in the
             buffers of the search.
         begun: how many sentences have begun. left: how many have not ended.
@@ -80,8 +80,8 @@ class Chunk:
     tokens: np.ndarray
     boundaries: np.ndarray
     max_lens: np.ndarray
-    forced: np.ndarray | None
     sizes: list[int]
+    forced: list[Tensor | None]
     first: int = 0
     start: int = 0
     begun: int = 0
@@ -101,10 +101,8 @@ class Chunk:
         tokens = [each[mask] for each, mask in zip(padded, real, strict=True)]
         sizes = [len(each) for each in padded]
         max_lens = np.array([batch.max_len for batch in batches]).repeat(sizes)
-        forced = [batch.forced.cpu().numpy() for batch in batches if batch.forced is not None]
-        assert len(forced) in (0, len(batches))
-        joined = np.concatenate(forced) if forced else None
-        return cls(np.concatenate(tokens), boundaries, max_lens, joined, sizes)
+        forced = [batch.forced for batch in batches]
+        return cls(np.concatenate(tokens), boundaries, max_lens, sizes, forced)
 
     @property
     def sentences(self) -> int:

@@ -25,6 +25,7 @@ from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import named
 from lightseq_fairseq.generation.decoder import most_source
+from lightseq_fairseq.generation.engine import Request
 from lightseq_fairseq.generation.options import STOPPING, SearchOptions
 from lightseq_fairseq.generation.search import MOST_BEAM, search
 from lightseq_fairseq.generation.source import SearchBatch
@@ -34,29 +35,11 @@ _REMEMBERED = 1 << 16  # detokenized sentences that --eval-bleu caches, about 20
 
 
 class _Asked(NamedTuple):
-    """A batch that is to be searched.
+    """A batch that is to be searched; ``results`` are empty until the search has ended."""
 
-    Attributes:
-        begun: the most tokens with which a result begins: those of a prompt, or forced ones.
-        results: empty until the search has ended.
-    """
-
-    batch: SearchBatch
-    options: SearchOptions
-    first: int
-    begun: int
+    request: Request
     rng: Tensor | None
     results: list[Any]
-
-
-def _kind(asked: _Asked) -> str:
-    """Equal for batches that can be searched together.
-
-    As in fairseq, min_len does not hold while any sentence of a batch has a forced token. So it
-    must hold from the same step on.
-    """
-    free_until = min(asked.begun, asked.options.min_len)
-    return repr((asked.options, asked.first, asked.batch.forced is None, free_until))
 
 
 class LSSequenceGenerator(SequenceGenerator):
@@ -136,7 +119,8 @@ class LSSequenceGenerator(SequenceGenerator):
         first = self.eos if bos_token is None else bos_token
         begins = tokens if encoder is None else forced
         begun = 0 if begins is None else begins.shape[1]
-        asked = _Asked(SearchBatch(tokens, max_len, forced), options, first, begun, rng, [])
+        request = Request(SearchBatch(tokens, max_len, forced), options, first, begun)
+        asked = _Asked(request, rng, [])
         if self._asked is not None and not options.sampled:
             self._asked.append(asked)
         else:
@@ -145,10 +129,10 @@ class LSSequenceGenerator(SequenceGenerator):
 
     def _search(self, asked: Sequence[_Asked]) -> None:
         """Search batches with the same options together."""
-        model, one = self.model.single_model, asked[0]
+        model, one = self.model.single_model, asked[0].request
         encoder, decoder = getattr(model, "encoder", None), model.decoder
-        batches = [each.batch for each in asked]
-        found = search(decoder.steps, encoder, decoder, batches, one.options, one.first, one.rng)
+        batches, rng = [each.request.batch for each in asked], asked[0].rng
+        found = search(decoder.steps, encoder, decoder, batches, one.options, one.first, rng)
         for each, results in zip(asked, found, strict=True):
             each.results.extend(results)
 
@@ -170,17 +154,22 @@ class LSSequenceGenerator(SequenceGenerator):
             else:
                 asked += waiting
             found.append(results)
-        asked.sort(key=lambda each: -each.batch.tokens.shape[1])
+
+        def kind(each: _Asked) -> str:
+            return each.request.kind
+
+        asked.sort(key=lambda each: -each.request.batch.tokens.shape[1])
         most = most_source(self.model.single_model.decoder)
-        for _, group in itertools.groupby(sorted(asked, key=_kind), _kind):
+        for _, group in itertools.groupby(sorted(asked, key=kind), kind):
             window: list[_Asked] = []
             room = most
             for each in group:
-                if window and each.batch.tokens.numel() > room:
+                tokens = each.request.batch.tokens.numel()
+                if window and tokens > room:
                     self._search(window)
                     window, room = [], most
                 window.append(each)
-                room -= each.batch.tokens.numel()
+                room -= tokens
             self._search(window)
         return found
 

@@ -13,7 +13,6 @@ import torch
 from helpers.searches import assert_close
 from torch import Tensor
 
-from lightseq_fairseq.generation import prompts
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.search import Room, Search, search
 from lightseq_fairseq.generation.source import Group, Ring, SearchBatch
@@ -109,16 +108,12 @@ def test_prompts(language_model: counting.Toy, beam: int) -> None:
     chosen = SearchOptions(beam, PAD, EOS, 3)
     words = [each[: rng.randint(1, len(each) - 1)] for each in counting.prompts(*range(3, 12)) * 3]
     words[4] = torch.tensor([5, 6, EOS])  # this prompt has ended
-    asked = [
-        each._replace(tokens=prompts.with_first(each.tokens, EOS, chosen, each.max_len))
-        for each in requests(words, rng, forces=False)
-    ]
+    asked = requests(words, rng, forces=False)
     steps = decoder.steps
-    expected = [
-        search(steps, None, decoder, [each._replace(tokens=each.tokens[:, 1:])], chosen, EOS)[0]
-        for each in asked
-    ]
-    opened = Search(steps, None, decoder, chosen, EOS, room(asked, 9, 6), reads_prompts=True)
+    expected = [search(steps, None, decoder, [each], chosen, EOS)[0] for each in asked]
+    sizes = room(asked, 9, 6)
+    sizes = sizes._replace(longest=sizes.longest + 1)  # the first decoder input
+    opened = Search(steps, None, decoder, chosen, EOS, sizes, reads_prompts=True)
     found = arrive(opened, asked, rng)
     opened.close()
     assert len(found) == len(asked)
