@@ -14,7 +14,7 @@ from lightseq_fairseq.cli.words import synonyms
 JOBS = {
     "Prepare data": ("preprocess",),
     "Train": ("train", "hydra-train", "validate"),
-    "Translate, continue prompts, or classify": ("generate", "interactive", "score"),
+    "Translate, continue prompts, or classify": ("generate", "interactive", "serve", "score"),
     "Language models": ("eval-lm",),
     "Checkpoints": ("average", "export", "import"),
     "Check and measure": ("doctor", "bench"),

@@ -21,6 +21,8 @@ from lightseq_fairseq.generation.texts import Hypothesis, Translation
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lightseq_fairseq.generation.engine import Request
+
 
 class Loaded(NamedTuple):
     """Models that are ready to translate, and their text functions.
@@ -181,6 +183,30 @@ class Search:
 
         eos = self._loaded.task.source_dictionary.eos()
         return self._found([torch.tensor([*prompt, eos]) for prompt in prompts], None)
+
+    def request(self, tokens: Tensor) -> Request:
+        """What an engine is to search for one sentence: int64 that ends with eos.
+
+        Raises:
+            UserError: the sentence is too long for the model, or an engine lacks these options.
+        """
+        from lightseq_fairseq.plugins.generator import LSSequenceGenerator, only_our_search
+
+        if not isinstance(self._generator, LSSequenceGenerator):
+            raise only_our_search()
+        positions = self._positions
+        most = positions[0] if isinstance(positions, tuple) else positions
+        if most is not None and len(tokens) > most:
+            raise UserError(
+                f"The text has {len(tokens)} tokens, the model reads at most {most}: shorten it."
+            )
+        dataset = self._loaded.task.build_dataset_for_inference([tokens], [len(tokens)])
+        batch = dataset.collater([dataset[0]])
+        return self._generator.request(functools.partial(self._call, batch))
+
+    def texts(self, found: Sequence[Any]) -> tuple[Hypothesis, ...]:
+        """The hypotheses that an engine has found for a sentence, the best first."""
+        return tuple(self._hypothesis(each, "") for each in found[: self._nbest])
 
     def _found(
         self, tokens: list[Tensor], constraints: Tensor | None, encoded: Sequence[str] = ()

@@ -16,7 +16,7 @@ import torch
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.generation.options import SearchOptions
-from lightseq_fairseq.generation.results import LazyHypothesis, Newest
+from lightseq_fairseq.generation.results import LazyHypothesis, Newest, Results
 from lightseq_fairseq.generation.search import Room, Search
 from lightseq_fairseq.generation.source import Group, SearchBatch
 
@@ -207,7 +207,7 @@ class Engine:
                 self._tell(search)
             waits = not self.living  # nothing else is to be done
             ended, self._ended = self._ended, []
-            while self._fetching and (waits or self._fetching[0].group.results.is_complete):
+            while self._fetching and (waits or _results(self._fetching[0]).is_complete):
                 ended.append(self._read(self._fetching.popleft()))
         except BaseException:
             self._forget()
@@ -237,9 +237,8 @@ class Engine:
                 self.grown.append(ticket)
 
     def _read(self, ticket: Ticket) -> Ticket:
-        assert ticket.group is not None
         try:
-            ticket.results = ticket.group.results.read()
+            ticket.results = _results(ticket).read()
         except UserError as error:  # the model computes NaN
             ticket.error = error
         return ticket
@@ -263,7 +262,8 @@ class Engine:
             search = self._open(self.waiting[0].request)
         if kind != self._kind or search.free * _REFILL < len(search.in_slot):
             return
-        some, sentences, tokens = [], 0, 0
+        some: list[Ticket] = []
+        sentences = tokens = 0
         for ticket in self.waiting:
             batch = ticket.request.batch
             sentences += len(batch.tokens)
@@ -319,3 +319,9 @@ class Engine:
         self._search = None
         for every in (self.waiting, self.living, self._fetching, self._newest, self._ended):
             every.clear()
+
+
+def _results(ticket: Ticket) -> Results:
+    """The results of a request that has begun."""
+    assert ticket.group is not None
+    return ticket.group.results

@@ -58,6 +58,7 @@ class LSSequenceGenerator(SequenceGenerator):
 
     early_stopping: bool | str | None = None
     _asked: list[_Asked] | None = None  # batches that wait for the others, see `together`
+    _for_engine = False  # whether they are those of an engine, see `request`
 
     def stop_early(self, early_stopping: bool | str) -> None:
         """Use transformers' rules of beam search, see ``SearchOptions.early_stopping``.
@@ -96,6 +97,8 @@ class LSSequenceGenerator(SequenceGenerator):
             options = None
         if options is None and self.early_stopping is not None:
             raise only_beam_search()
+        if options is None and self._for_engine:
+            raise only_our_search()
         if options is None:
             # fairseq's search needs all tensors on the model's device.
             sample, prefix_tokens, constraints = utils.apply_to_sample(
@@ -121,7 +124,7 @@ class LSSequenceGenerator(SequenceGenerator):
         begun = 0 if begins is None else begins.shape[1]
         request = Request(SearchBatch(tokens, max_len, forced), options, first, begun)
         asked = _Asked(request, rng, [])
-        if self._asked is not None and not options.sampled:
+        if self._asked is not None and (self._for_engine or not options.sampled):
             self._asked.append(asked)
         else:
             self._search([asked])
@@ -135,6 +138,22 @@ class LSSequenceGenerator(SequenceGenerator):
         found = search(decoder.steps, encoder, decoder, batches, one.options, one.first, rng)
         for each, results in zip(asked, found, strict=True):
             each.results.extend(results)
+
+    def request(self, call: Callable[[], Any]) -> Request:
+        """What a call, which lets the generator search one batch, asks of the search.
+
+        Raises:
+            UserError: it needs a search of fairseq's, or its task changes what the search finds.
+        """
+        waiting: list[_Asked] = []
+        self._asked, self._for_engine = waiting, True
+        try:
+            results = call()
+        finally:
+            self._asked, self._for_engine = None, False
+        if len(waiting) != 1 or results is not waiting[0].results:
+            raise only_our_search()
+        return waiting[0].request
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """See `together`."""
@@ -190,7 +209,7 @@ class LSSequenceGenerator(SequenceGenerator):
             or self.model.single_model.decoder.adaptive_softmax is not None  # has no logits
             or no_repeat_ngram == 1  # with n = 1 fairseq blocks nothing
             or 2 * self.beam_size >= self.vocab_size
-            or (self.beam_size > MOST_BEAM and self._device.type == "cuda")
+            or (self.beam_size > MOST_BEAM and (self._for_engine or self._device.type == "cuda"))
         ):
             return None
         if type(strategy) is fairseq_search.BeamSearch:
@@ -201,7 +220,9 @@ class LSSequenceGenerator(SequenceGenerator):
             special = {"groups": strategy.num_groups, "diversity": -strategy.diversity_strength}
             if self.beam_size % strategy.num_groups or special["diversity"] < 0:
                 return None
-        elif type(strategy) is fairseq_search.Sampling and self._device.type == "cuda":
+        elif type(strategy) is fairseq_search.Sampling and (
+            self._for_engine or self._device.type == "cuda"
+        ):
             # On a CPU use fairseq's search, so that a seed gives the same samples as in fairseq.
             if no_repeat_ngram and strategy.sampling_topp > 0:
                 return None  # topp is a share of all probability, blocked tokens included
@@ -238,6 +259,14 @@ def only_beam_search() -> UserError:
         "early_stopping needs the fast beam search of one translation model: remove it, or the "
         "other options of the search (sampling, diverse beams, constraints, an ensemble and those "
         "that docs/flags.md lists as fairseq's)."
+    )
+
+
+def only_our_search() -> UserError:
+    """The error of options that an engine does not have."""
+    return UserError(
+        "A server has the beam search, diverse beams and sampling of one model: remove the options "
+        "that docs/flags.md lists as fairseq's."
     )
 
 

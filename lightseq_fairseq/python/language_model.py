@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.translate.sentences import seed
 from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 from lightseq_fairseq.generation.texts import Hypothesis
 from lightseq_fairseq.python.pretrained import Kind, Pretrained
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Prompt = str | Sequence[int]
 
@@ -109,6 +112,12 @@ class LanguageModel(Pretrained):
                 unknown.count(torch.tensor(tokens), self._loaded.task.source_dictionary)
         self._warn(unknown)
         return found[0] if is_one else found
+
+    def _tokens(self, text: str) -> Tensor:
+        import torch
+
+        eos = self._loaded.task.source_dictionary.eos()
+        return torch.tensor([*self.encode(text), eos])
 
     def _checked(self, number: int, prompt: Any) -> list[int]:
         """The numbers of a prompt's tokens; raises UserError if it contains anything else."""

@@ -6,12 +6,14 @@ and torch are imported when a checkpoint is loaded.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
@@ -21,12 +23,19 @@ from lightseq_fairseq.cli.translate.sentences import Search, load, seed
 from lightseq_fairseq.cli.translate.unknown_words import UnknownWords
 from lightseq_fairseq.cli.words import command_lines
 from lightseq_fairseq.cli.words.argv import flag_of
+from lightseq_fairseq.generation.texts import Hypothesis
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightseq_fairseq.generation.engine import Request
 
 StrPath = str | os.PathLike[str]
 Device = Any  # a text, a torch.device or None; torch is not imported here
 Self = TypeVar("Self", bound="Pretrained")
 
 _COMMAND = "interactive"
+_SEARCHES = 64  # sets of options whose searches are kept
 _BATCH = ("max_tokens", "batch_size", "max_sentences")
 _IN_PYTHON = "early_stopping"  # an option that no command has
 # Options of one call, besides those of fairseq's search.
@@ -89,7 +98,7 @@ class Pretrained:
             seed(self.configuration)
             self._loaded = load(self.configuration)
             search = Search(self._loaded, self.configuration, early_stopping)
-        self._searches = {(words, repr(early_stopping)): (self.configuration, search)}
+        self._searches = OrderedDict({(words, repr(early_stopping)): (self.configuration, search)})
 
     def __repr__(self) -> str:
         parts = [repr(self.configuration.common_eval.path)]
@@ -162,18 +171,74 @@ class Pretrained:
             )
             warnings.warn(sentence + advice, stacklevel=3)
 
-    def _search(self, options: dict[str, Any]) -> tuple[Any, Search]:
-        """(configuration, search) for the options of a call; made once, then cached."""
+    def _search(self, options: Mapping[str, Any]) -> tuple[Any, Search]:
+        """(configuration, search) for the options of a call; made once, then cached (LRU)."""
         self._check_names(options)
-        merged = self._options | options
+        merged = self._options | {**options}
         words, early_stopping = _words(merged), merged.get(_IN_PYTHON)
         if (key := (words, repr(early_stopping))) not in self._searches:
             configuration = self._parsed(words)
             self._check_call(options)
             with self._explained():
                 search = Search(self._loaded, configuration, early_stopping)
-            self._searches[key] = configuration, search
+            self._keep(key, configuration, search)
+        self._searches.move_to_end(key)
         return self._searches[key]
+
+    def request(self, text: str, options: Mapping[str, Any]) -> Request:
+        """What an engine is to search for a text.
+
+        options: fields of fairseq's ``GenerationConfig``, with values of their types.
+
+        Raises:
+            UserError: the text or an option cannot be used.
+        """
+        with self._explained():
+            return self._searched(options).request(self._tokens(text))
+
+    def target_tokens(self, text: str) -> list[int]:
+        """The numbers of the tokens with which a result begins, without eos."""
+        found = self._loaded.task.target_dictionary.encode_line(
+            self._loaded.encode(text), add_if_not_exist=False, append_eos=False
+        )
+        return [int(token) for token in found]
+
+    def texts(self, found: Iterable[Any], options: Mapping[str, Any]) -> tuple[Hypothesis, ...]:
+        """What an engine has found for a text, the best first.
+
+        found: hypotheses as fairseq's generators give them. options: those of `request`.
+        """
+        return self._searched(options).texts([*found])
+
+    def _searched(self, options: Mapping[str, Any]) -> Search:
+        """The search for fields of ``GenerationConfig``; fairseq's parser would take longer than a
+        search."""
+        key = ((), repr(sorted(options.items())))
+        if key not in self._searches:
+            cfg = copy.copy(self.configuration)
+            cfg.generation = copy.deepcopy(cfg.generation)
+            for name, value in options.items():
+                cfg.generation[name] = value
+            self._keep(key, cfg, Search(self._loaded, cfg))
+        self._searches.move_to_end(key)
+        return self._searches[key][1]
+
+    def _keep(self, key: tuple[tuple[str, ...], str], configuration: Any, search: Search) -> None:
+        self._searches[key] = configuration, search
+        if len(self._searches) > _SEARCHES:
+            self._searches.popitem(last=False)
+
+    @property
+    def model(self) -> Any:
+        """fairseq's model, the only one or the first of an ensemble."""
+        return self._loaded.models[0]
+
+    def _tokens(self, text: str) -> Tensor:
+        """The numbers of a text's tokens, and eos: int64."""
+        tokens, _ = self._loaded.task.get_interactive_tokens_and_lengths(
+            [text], self._loaded.source
+        )
+        return tokens[0]
 
     def _parsed(self, words: Sequence[str]) -> Any:
         """fairseq's configuration for options, by the command's parser and checks."""
@@ -292,13 +357,17 @@ def _listed(checkpoint: StrPath | Sequence[StrPath]) -> list[str]:
     return paths
 
 
-def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
-    """The task's settings in a checkpoint.
+def task_of(path: str) -> str:
+    """The name of the task in a checkpoint's settings.
 
     Raises:
-        UserError: the file cannot be read or is no checkpoint; or its task is not that of ``kind``,
-            and ``options`` name no task.
+        UserError: the file cannot be read, or is no checkpoint.
     """
+    return _task(_settings(path, {}))
+
+
+def _settings(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The task's settings in a checkpoint."""
     from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename as first_shard
 
     from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, settings_of
@@ -306,12 +375,22 @@ def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
     suffix, shards = options.get("checkpoint_suffix"), options.get("checkpoint_shard_count")
     path = first_shard(path, suffix or "", 0, int(shards or 1))
     try:
-        settings = settings_of(open_checkpoint(path), "task")
+        return settings_of(open_checkpoint(path), "task")
     except OSError as error:
         raise UserError(
             f"The checkpoint {path} cannot be read ({error.strerror}): use a file or a folder "
             "that lightseq-train wrote."
         ) from None
+
+
+def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
+    """The task's settings in a checkpoint.
+
+    Raises:
+        UserError: the file cannot be read or is no checkpoint; or its task is not that of ``kind``,
+            and ``options`` name no task.
+    """
+    settings = _settings(path, options)
     if (task := _task(settings)) not in kind.tasks and options.get("task") is None:
         raise UserError(f"{path} contains a model of --task {task}: {kind.advice}.")
     return settings

@@ -1,0 +1,188 @@
+"""``lightseq-serve``: models behind HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.start.commands import CommandError
+from lightseq_fairseq.cli.start.launch import launcher
+
+_PROGRAM = "lightseq-serve"
+_WAITING = 4096  # sentences that may wait
+_FORCED = 64  # tokens with which a translation may begin
+_SLOTS = {"cuda": 256, "cpu": 16}
+_DRAIN = 60  # seconds in which requests may end after SIGTERM
+
+
+@launcher("serve")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+@click.option(
+    "--api-key", envvar="LIGHTSEQ_API_KEY", metavar="KEY",
+    help="Requests must have it; better set the variable LIGHTSEQ_API_KEY, which no list of "
+    "processes shows.",
+)  # fmt: skip
+@click.option("--fp16", is_flag=True, help="Compute in float16.")
+@click.option("--bf16", is_flag=True, help="Compute in bfloat16.")
+@click.option("--cpu", is_flag=True, help="Use no GPU.")
+@click.option(
+    "--slots", type=click.IntRange(1, 8192),
+    help="Sentences that are searched at a time.  [default: 256, on a CPU 16]",
+)  # fmt: skip
+@click.option(
+    "--max-length", type=click.IntRange(1, 65536), metavar="TOKENS",
+    help="Of a text, and of a result, at most.  [default: what the model has]",
+)  # fmt: skip
+@click.option(
+    "--max-beam", default=16, show_default=True, type=click.IntRange(1, 64),
+    help="The largest beam, and number of results, that a request may ask for.",
+)  # fmt: skip
+@click.option(
+    "--max-texts", default=128, show_default=True, type=click.IntRange(1), help="Of a request."
+)
+@click.option(
+    "--max-body", default=1 << 20, show_default=True, type=click.IntRange(1), metavar="BYTES",
+    help="The largest body of a request.",
+)  # fmt: skip
+@click.option(
+    "--max-connections", default=1024, show_default=True, type=click.IntRange(1),
+    help="Connections and requests at a time; more are answered by status 503.",
+)  # fmt: skip
+@click.option(
+    "--timeout", default=60.0, show_default=True, type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS", help="A request that has not ended by then is answered by status 504.",
+)  # fmt: skip
+@click.option(
+    "--workers", default=2, show_default=True, type=click.IntRange(1, 256),
+    help="Processes that make tokens of texts, and texts of tokens.",
+)  # fmt: skip
+def main(words: list[str], **options: Any) -> None:
+    """Answer requests over HTTP: translations, summaries, completions.
+
+    \b
+        lightseq-serve checkpoints --bpe subword_nmt --bpe-codes codes --remove-bpe
+        curl localhost:8000/translate -H 'Content-Type: application/json' -d '{"q": "Guten Tag."}'
+
+    MODEL is a checkpoint, or the folder of a run or of lightseq-import; NAME=MODEL gives it a name.
+    Flags of lightseq-interactive follow the models, and hold for all of them: they are the defaults
+    of requests.
+
+    localhost:8000/docs lists the endpoints. docs/serve.md explains them.
+    """
+    if not words:
+        raise CommandError(_PROGRAM, "There is no model: give a checkpoint or the folder of a run.")
+    models, flags = _parted(words)
+    try:
+        _serve(models, flags, **options)
+    except UserError as error:
+        raise CommandError(_PROGRAM, str(error)) from error
+
+
+def _parted(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The models, and the flags behind them as options of Python."""
+    first = next((n for n, word in enumerate(words) if word.startswith("--")), len(words))
+    models, rest = [*words[:first]], [*words[first:]]
+    flags: dict[str, Any] = {}
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise CommandError(_PROGRAM, f"{word} belongs to no flag: models come before flags.")
+        name, has_value, value = word[2:].partition("=")
+        if not has_value and rest and not rest[0].startswith("--"):
+            value, has_value = rest.pop(0), "="
+        flags[name.replace("-", "_")] = value if has_value else True
+    if not models:
+        raise CommandError(_PROGRAM, "There is no model: name it before the flags.")
+    return models, flags
+
+
+def _serve(
+    models: Sequence[str], flags: dict[str, Any], *, host: str, port: int, api_key: str | None,
+    fp16: bool, bf16: bool, cpu: bool, slots: int | None, max_length: int | None, max_beam: int,
+    max_texts: int, max_body: int, max_connections: int, timeout: float, workers: int,
+) -> None:  # fmt: skip
+    """See `main`."""
+    try:
+        import uvicorn
+
+        from lightseq_fairseq.cli.serving.app import Bounds, application
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed: pip install fastapi uvicorn prometheus-client."
+        ) from None
+    import torch
+
+    from lightseq_fairseq.cli.serving.engines import Engines
+    from lightseq_fairseq.cli.serving.models import load
+    from lightseq_fairseq.generation.engine import Limits
+
+    device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"
+    if fp16 and bf16:
+        raise UserError("--fp16 and --bf16 cannot be used together: remove one.")
+    if fp16 and device == "cpu":
+        raise UserError("--fp16 needs a GPU, but there is none: remove it, or use --bf16.")
+    if "cuda" in device and torch.cuda.is_initialized():
+        raise RuntimeError("the processes of the models must be forked before the GPU is used")
+    listening = _listening(host, port)
+    threads = max(torch.get_num_threads() - workers, 1)  # the others need processors, too
+    torch.set_num_threads(1)  # a process that has used threads of OpenMP must not fork
+    served = {}
+    for word in models:
+        name, path = _named(word)
+        if name in served:
+            raise UserError(f"Two models have the name {name}: use NAME=MODEL.")
+        served[name] = load(name, path, flags)
+        click.echo(f"{_PROGRAM}: {name}: {served[name].pretrained!r}", err=True)
+    most = max_length or 1 << 16
+    limits = Limits(slots or _SLOTS[device], most, most, _WAITING, _FORCED)
+    place = device, "float16" if fp16 else "bfloat16" if bf16 else "float32"
+    engines = Engines(served, limits, place, threads, workers)
+    bounds = Bounds(max_texts, max_body, max_body, max_beam, timeout, api_key)
+    config = uvicorn.Config(
+        application(engines, bounds), log_config=None, access_log=False,
+        limit_concurrency=max_connections, timeout_graceful_shutdown=_DRAIN,
+    )  # fmt: skip
+    address = listening.getsockname()
+    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    click.echo(f"{_PROGRAM}: listens on http://{shown}:{address[1]} (Ctrl-C ends it)", err=True)
+    # uvicorn raises the signal that has ended it again: without these, the status would be its own.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    uvicorn.Server(config).run(sockets=[listening])
+    if engines.is_gone:
+        raise CommandError(_PROGRAM, "The process of the models has ended: see the log.", 1)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens there; before the models are loaded, which takes a while."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise UserError(
+            f"{_PROGRAM} cannot listen on {host}:{port} ({error.strerror}): use other values of "
+            "--host and --port."
+        ) from None
+    listening.set_inheritable(False)
+    return listening
+
+
+def _named(word: str) -> tuple[str, str]:
+    """The name and the path of MODEL or NAME=MODEL."""
+    name, has_name, path = word.partition("=")
+    if has_name and not os.path.exists(word):
+        return name, path
+    at = Path(word).resolve()
+    return (at.parent.name if at.suffix == ".pt" else at.name), word
+
+
+if __name__ == "__main__":
+    main()

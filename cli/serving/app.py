@@ -1,0 +1,501 @@
+"""The endpoints of ``lightseq-serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import prometheus_client as prometheus
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lightseq_fairseq import __version__
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.serving.bodies import (
+    Complete,
+    DeepL,
+    Google,
+    Summarize,
+    Translate,
+)
+from lightseq_fairseq.cli.serving.engines import Answer, Engines, Gone
+from lightseq_fairseq.cli.serving.models import Served
+from lightseq_fairseq.generation.engine import Expired, Full
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+_RETRY = 1  # seconds after which a client may try again when too many requests wait
+_BODY_SECONDS = 30.0  # in which the body of a request must arrive
+_OPEN = ("/health", "/ready", "/metrics")  # without a key
+_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+
+
+class Bounds(NamedTuple):
+    """What a client may ask for.
+
+    texts, characters: of a request. body: bytes. beam: hypotheses. seconds: until an answer.
+    key: that requests must have; None for none.
+    """
+
+    texts: int
+    characters: int
+    body: int
+    beam: int
+    seconds: float
+    key: str | None
+
+
+class Refused(HTTPException):
+    """A request that is not answered: its status, and a sentence."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(status, sentence)
+
+
+class Metrics:
+    """What Prometheus reads at ``/metrics``."""
+
+    def __init__(self, engines: Engines) -> None:
+        self.registry = registry = prometheus.CollectorRegistry()
+        self.requests = prometheus.Counter(
+            "lightseq_requests", "Requests by path and status.", ["path", "status"],
+            registry=registry,
+        )  # fmt: skip
+        self.seconds = prometheus.Histogram(
+            "lightseq_request_seconds", "Time of a request.", ["path"], buckets=_BUCKETS,
+            registry=registry,
+        )  # fmt: skip
+        self.tokens = prometheus.Counter(
+            "lightseq_tokens", "Tokens of texts and of results.", ["kind"], registry=registry
+        )
+        for place, (name, says) in enumerate(
+            (("waiting", "that wait"), ("searched", "that are searched"), ("slots", "at most"))
+        ):
+            gauge = prometheus.Gauge(
+                f"lightseq_sentences_{name}", f"Sentences {says}.", ["model"], registry=registry
+            )
+            for model in engines.served:
+                gauge.labels(model).set_function(functools.partial(_of, engines, model, place))
+        memory = prometheus.Gauge(
+            "lightseq_gpu_memory_bytes", "Memory that torch has on the GPU.", registry=registry
+        )
+        memory.set_function(lambda: 0 if engines.state is None else engines.state.memory)
+
+
+def _of(engines: Engines, model: str, place: int) -> int:
+    return 0 if engines.state is None else engines.state.models[model][place]
+
+
+class Guard:
+    """Bounds the size of bodies and the time in which they arrive, asks for the key, and counts.
+
+    It is plain ASGI, since it must see a body before it is in memory.
+    """
+
+    def __init__(self, app: ASGIApp, bounds: Bounds, metrics: Metrics) -> None:
+        self.app, self.bounds, self.metrics = app, bounds, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, path, status, read = time.perf_counter(), scope["path"], 500, 0
+
+        async def bounded() -> Message:
+            nonlocal read
+            if read < 0:  # the body is complete: what follows is the end of the connection
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), _BODY_SECONDS)
+            except asyncio.TimeoutError:
+                raise Refused(408, "The body of the request did not arrive in time.") from None
+            read += len(message.get("body", b""))
+            if read > self.bounds.body:
+                raise _too_large(self.bounds)
+            if not message.get("more_body"):
+                read = -1
+            return message
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        try:
+            length = headers.get(b"content-length", b"0")
+            if length.isdigit() and int(length) > self.bounds.body:
+                raise _too_large(self.bounds)
+            self._ask_for_key(path, headers)
+            await self.app(scope, bounded, counted)
+        except Refused as error:
+            await _refusal(path, error)(scope, receive, counted)
+        finally:
+            known = path if path in _PATHS else "other"
+            self.metrics.requests.labels(known, str(status)).inc()
+            self.metrics.seconds.labels(known).observe(time.perf_counter() - began)
+
+    def _ask_for_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+        key = self.bounds.key
+        if key is None or path in _OPEN:
+            return
+        given = headers.get(b"authorization", b"").decode("latin-1")
+        words = given.split(maxsplit=1)
+        # Bearer of OpenAI, DeepL-Auth-Key of DeepL.
+        if len(words) != 2 or not secrets.compare_digest(words[1].encode(), key.encode()):
+            says = 'The key is missing or wrong: send the header "Authorization: Bearer KEY".'
+            raise Refused(401, says)
+
+
+def _too_large(bounds: Bounds) -> Refused:
+    return Refused(413, f"The body of the request is larger than {bounds.body} bytes.")
+
+
+_PATHS: set[str] = set()
+
+
+def application(engines: Engines, bounds: Bounds) -> FastAPI:
+    """The server.
+
+    Each endpoint answers errors in one sentence.
+    """
+    metrics = Metrics(engines)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await engines.begin()
+        warming = asyncio.create_task(engines.warm_up())
+        yield
+        warming.cancel()
+        await engines.end()
+
+    app = FastAPI(
+        title="LightSeq", version=__version__, lifespan=lifespan,
+        description="Translation, summaries and completions by accelerated Transformers.",
+    )  # fmt: skip
+    app.add_middleware(Guard, bounds=bounds, metrics=metrics)
+
+    # --- Errors ----------------------------------------------------------------------------------
+
+    @app.exception_handler(UserError)
+    async def unusable(request: Request, error: UserError) -> Response:
+        status = 429 if isinstance(error, Full) else 504 if isinstance(error, Expired) else 400
+        return _refusal(request.url.path, Refused(status, str(error)))
+
+    @app.exception_handler(Gone)
+    async def gone(request: Request, error: Gone) -> Response:
+        return _refusal(request.url.path, Refused(503, "The server is ending."))
+
+    @app.exception_handler(RuntimeError)
+    async def failed(request: Request, error: RuntimeError) -> Response:
+        return _refusal(request.url.path, Refused(500, str(error)))
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        sentence = error.detail if isinstance(error, Refused) else f"{error.detail}."
+        return _refusal(request.url.path, Refused(error.status_code, sentence))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _refusal(request.url.path, Refused(400, _first(error)))
+
+    # --- Translation -----------------------------------------------------------------------------
+
+    async def answers(
+        request: Request, model: Served, texts: Sequence[str], options: Mapping[str, Any]
+    ) -> list[Answer]:
+        _check(texts, options, bounds)
+        found = await _unless_gone(
+            request, engines.answers(model.name, texts, options, bounds.seconds)
+        )
+        for each in found:
+            metrics.tokens.labels("read").inc(each.tokens[0])
+            metrics.tokens.labels("written").inc(each.tokens[1])
+        return found
+
+    async def translations(
+        request: Request, texts: Sequence[str], source: str | None, target: str | None,
+        model: str | None = None, options: Mapping[str, Any] | None = None,
+    ) -> list[Answer]:  # fmt: skip
+        chosen = _translator(engines.served, model, source, target)
+        return await answers(request, chosen, texts, options or {})
+
+    @app.post("/translate", summary="Translate (LibreTranslate's API)")
+    async def translate(body: Translate, request: Request) -> Any:
+        options, number = body.options(), body.alternatives + 1
+        if number > 1:
+            options |= {"nbest": number, "beam": max(number, options.get("beam", number))}
+        if body.prefix:
+            options["prefix"] = body.prefix
+        texts = [body.q] if isinstance(body.q, str) else body.q
+        found = await translations(
+            request, texts, body.source, body.target, body.model, options
+        )  # fmt: skip
+        best = [each.hypotheses[0].text for each in found]
+        others = [[one.text for one in each.hypotheses[1:]] for each in found]
+        is_one = isinstance(body.q, str)
+        answer: dict[str, Any] = {"translatedText": best[0] if is_one else best}
+        if body.alternatives:
+            answer["alternatives"] = others[0] if is_one else others
+        return answer
+
+    @app.get("/languages", summary="Languages (LibreTranslate's API)")
+    async def languages() -> Any:
+        pairs = [each.languages for each in engines.served.values() if each.languages]
+        return [
+            {"code": code, "name": code, "targets": sorted({b for a, b in pairs if a == code})}
+            for code in sorted({source for source, _ in pairs})
+        ]
+
+    @app.post("/v2/translate", summary="Translate (DeepL's API)")
+    async def deepl(body: DeepL, request: Request) -> Any:
+        chosen = _translator(engines.served, None, body.source_lang, body.target_lang)
+        found = await answers(request, chosen, body.text, {})
+        source = "" if chosen.languages is None else chosen.languages[0].upper()
+        return {
+            "translations": [
+                {"detected_source_language": source, "text": each.hypotheses[0].text}
+                for each in found
+            ]
+        }
+
+    @app.post("/language/translate/v2", summary="Translate (Google's API, version 2)")
+    async def google(body: Google, request: Request) -> Any:
+        if body.format == "html" and any("<" in text for text in _listed(body.q)):
+            raise Refused(400, 'This server translates plain text: send "format": "text".')
+        found = await translations(request, _listed(body.q), body.source, body.target)
+        texts = [{"translatedText": each.hypotheses[0].text} for each in found]
+        return {"data": {"translations": texts}}
+
+    @app.post("/summarize", summary="Summarize")
+    async def summarize(body: Summarize, request: Request) -> Any:
+        chosen = _translator(engines.served, body.model, None, None)
+        found = await answers(request, chosen, _listed(body.text), body.options())
+        best = [each.hypotheses[0].text for each in found]
+        return {"summary": best[0] if isinstance(body.text, str) else best}
+
+    # --- OpenAI's API ----------------------------------------------------------------------------
+
+    @app.get("/v1/models", summary="Models (OpenAI's API)")
+    async def models() -> Any:
+        data = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "lightseq"}
+            for name in engines.served
+        ]
+        return {"object": "list", "data": data}
+
+    @app.post("/v1/completions", summary="Completions (OpenAI's API)")
+    async def complete(body: Complete, request: Request) -> Any:
+        chosen = _named(engines.served, body.model)
+        if not chosen.continues:
+            raise Refused(400, f"{chosen.name} is no language model: use /translate.")
+        prompts, options = _listed(body.prompt), body.options()
+        if not body.stream:
+            found = await answers(request, chosen, prompts, options)
+            return _completion(body, prompts, found)
+        if len(prompts) > 1 or options["beam"] > 1:
+            raise Refused(400, 'Only one completion of one prompt can be streamed: use "n": 1.')
+        _check(prompts, options, bounds)
+        grown = engines.stream(chosen.name, prompts[0], options, bounds.seconds)
+        first = await _unless_gone(request, anext(grown))  # its errors have a status
+        return StreamingResponse(
+            _events(body, first, grown, metrics), media_type="text/event-stream"
+        )
+
+    # --- For those who run the server ------------------------------------------------------------
+
+    @app.get("/health", summary="Whether the server runs")
+    async def health() -> Any:
+        if engines.is_gone:
+            raise Gone
+        return {"status": "ok"}
+
+    @app.get("/ready", summary="Whether each model has answered a text")
+    async def ready() -> Any:
+        if not engines.is_ready:
+            raise Refused(503, "The models are not ready yet.")
+        return {"status": "ready"}
+
+    @app.get("/metrics", summary="Numbers for Prometheus")
+    async def numbers() -> Response:
+        text = prometheus.generate_latest(metrics.registry)
+        return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
+
+    _PATHS.update(route.path for route in app.routes if hasattr(route, "path"))
+    return app
+
+
+def _refusal(path: str, error: Refused) -> JSONResponse:
+    """An error in the form of the API of its path."""
+    sentence: Any = error.detail
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    if path.startswith("/v1/"):
+        kind = kinds.get(
+            error.status_code,
+            "invalid_request_error" if error.status_code < 500 else "server_error",
+        )
+        sentence = {"message": sentence, "type": kind, "param": None, "code": None}
+    answer = {"message" if path.startswith("/v2/") else "error": sentence}
+    headers = {"Retry-After": str(_RETRY)} if error.status_code == 429 else None
+    return JSONResponse(answer, error.status_code, headers)
+
+
+def _first(error: RequestValidationError) -> str:
+    """The first mistake of a body, as a sentence."""
+    mistake = error.errors()[0]
+    if mistake["type"] == "json_invalid":
+        return "The body of the request is no JSON."
+    if mistake["type"] == "model_attributes_type":
+        return "The body of the request is no JSON object."
+    place = ".".join(
+        str(part) for part in mistake["loc"][1:] if not str(part).startswith(("list[", "str"))
+    )
+    says = mistake["msg"].removeprefix("Value error, ")
+    if mistake["type"] == "extra_forbidden":
+        return f"There is no option {place}."
+    return f"{place}: {says[0].lower()}{says[1:]}." if place else f"{says}."
+
+
+def _listed(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _check(texts: Sequence[str], options: Mapping[str, Any], bounds: Bounds) -> None:
+    """Refuse what exceeds the bounds, and texts that are none."""
+    if not 1 <= len(texts) <= bounds.texts:
+        raise Refused(400, f"There are {len(texts)} texts: send 1 to {bounds.texts}.")
+    if options.get("beam", 1) > bounds.beam:
+        raise Refused(400, f"The beam is {options['beam']}: this server has at most {bounds.beam}.")
+    if options.get("nbest", 1) > options.get("beam", options.get("nbest", 1)):
+        raise Refused(400, "There are more results than hypotheses of the beam: raise beam.")
+    for number, text in enumerate(texts):
+        if len(text) > bounds.characters:
+            raise Refused(413, f"Text {number} has more than {bounds.characters} characters.")
+        if not text.strip():
+            raise Refused(400, f"Text {number} (counted from 0) is empty.")
+        if re.search("[\0\ud800-\udfff]", text):
+            raise Refused(400, f"Text {number} (counted from 0) is no valid Unicode text.")
+
+
+def _named(served: Mapping[str, Served], name: str) -> Served:
+    if name not in served:
+        raise Refused(404, f"There is no model {name}: this server has {', '.join(served)}.")
+    return served[name]
+
+
+def _translator(
+    served: Mapping[str, Served], name: str | None, source: str | None, target: str | None
+) -> Served:
+    """The model for a pair of languages, as codes in any case; None or "auto" fits all."""
+    found = [_named(served, name)] if name is not None else [*served.values()]
+    found = [each for each in found if each.languages is not None]
+    if not found:
+        raise Refused(400, "This server has no translation model for this request.")
+
+    def fits(asked: str | None, has: str) -> bool:
+        return asked is None or asked.lower() in ("auto", has.lower())
+
+    for each in found:
+        assert each.languages is not None
+        if fits(source, each.languages[0]) and fits(target, each.languages[1]):
+            return each
+    pairs = ", ".join(f"{a} to {b}" for a, b in filter(None, (each.languages for each in found)))
+    asked = f"{source or 'auto'} to {target or 'any language'}"
+    raise Refused(400, f"There is no model for {asked}: this server translates {pairs}.")
+
+
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of ``work``, which is cancelled when the client closes the connection."""
+    task = asyncio.ensure_future(work)
+    closed = asyncio.ensure_future(_closed(request))
+    try:
+        await asyncio.wait((task, closed), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Refused(499, "The client has closed the connection.")
+    finally:
+        for each in (task, closed):
+            each.cancel()
+        with contextlib.suppress(BaseException):
+            await asyncio.gather(task, closed, return_exceptions=True)
+
+
+async def _closed(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _completion(body: Complete, prompts: Sequence[str], found: Sequence[Answer]) -> dict[str, Any]:
+    choices = [
+        {
+            "index": number * body.n + place,
+            "text": (prompt if body.echo else "") + hypothesis.text,
+            "finish_reason": "length" if is_cut else "stop",
+            "logprobs": None,
+        }
+        for number, (prompt, each) in enumerate(zip(prompts, found, strict=True))
+        for place, (hypothesis, is_cut) in enumerate(zip(each.hypotheses, each.is_cut, strict=True))
+    ]
+    read, written = (sum(each.tokens[i] for each in found) for i in range(2))
+    return {
+        **_head(body),
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
+        },
+    }  # fmt: skip
+
+
+def _head(body: Complete) -> dict[str, Any]:
+    name = f"cmpl-{secrets.token_hex(12)}"
+    return {
+        "id": name, "object": "text_completion", "created": int(time.time()), "model": body.model,
+    }  # fmt: skip
+
+
+async def _events(
+    body: Complete, first: Answer, grown: AsyncIterator[Answer], metrics: Metrics
+) -> AsyncIterator[str]:
+    """Server-sent events: what each answer adds to the text."""
+    head, sent = _head(body), ""
+
+    def event(text: str, reason: str | None) -> str:
+        choice = {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
+        return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
+
+    if body.echo:
+        yield event(str(_listed(body.prompt)[0]), None)
+    answer = first
+    try:
+        while True:
+            text = answer.hypotheses[0].text
+            # A subword may change the end of the text before it.
+            if text.startswith(sent) and len(text) > len(sent):
+                yield event(text[len(sent) :], None)
+                sent = text
+            if answer.is_last:
+                break
+            answer = await anext(grown)
+    except (UserError, Gone, RuntimeError) as error:
+        sentence = str(error) or "The server is ending."
+        yield f"data: {json.dumps({'error': {'message': sentence, 'type': 'server_error'}})}\n\n"
+        return
+    finally:
+        await grown.aclose()  # type: ignore[attr-defined]
+    metrics.tokens.labels("read").inc(answer.tokens[0])
+    metrics.tokens.labels("written").inc(answer.tokens[1])
+    yield event("", "length" if answer.is_cut[0] else "stop")
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,225 @@
+"""The process that has the models on a device, and searches. It does nothing else.
+
+A search polls the GPU's reports, so a server in the same process would wait for the interpreter.
+Between two steps the process reads the messages that have arrived, and sends what has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.serving.models import Asked, Found, Served, follow_parent
+from lightseq_fairseq.generation.engine import Engine, Expired, Full, Limits, Request, Ticket
+from lightseq_fairseq.generation.source import SearchBatch
+
+logger = logging.getLogger(__name__)
+
+_TELLS = 1.0  # seconds between two `State` messages, while there is work
+
+
+class Submit(NamedTuple):
+    """To the process: search for these sentences.
+
+    number: a number that the sender chooses, for each sentence. seconds: until its deadline.
+    """
+
+    model: str
+    numbers: list[int]
+    asked: list[Asked]
+    seconds: float | None
+    streams: bool
+
+
+class Cancel(NamedTuple):
+    """To the process: end these sentences without results."""
+
+    numbers: list[int]
+
+
+class Ended(NamedTuple):
+    """From the process: a sentence has ended; with ``error``, a class and a sentence, or results.
+
+    waited, searched: seconds.
+    """
+
+    number: int
+    found: list[Found]
+    error: tuple[str, str] | None = None
+    waited: float = 0.0
+    searched: float = 0.0
+
+
+class Told(NamedTuple):
+    """From the process: tokens that follow those told before."""
+
+    number: int
+    tokens: list[int]
+
+
+class State(NamedTuple):
+    """From the process: of each model the sentences that wait, those that are searched, and the
+    slots; and the bytes that torch has on the device."""
+
+    models: dict[str, tuple[int, int, int]]
+    memory: int
+
+
+ERRORS = {error.__name__: error for error in (Full, Expired, UserError)}
+
+
+class Device:
+    """The models on one device.
+
+    Args:
+        served: the models, on the CPU.
+        place: the device, and "float32", "bfloat16" or "float16".
+        connection: to the server. It gets lists of messages, of all that a step has changed.
+    """
+
+    def __init__(
+        self, served: Mapping[str, Served], limits: Limits, place: tuple[str, str],
+        connection: Connection,
+    ) -> None:  # fmt: skip
+        import torch
+
+        device, dtype = place
+        self._connection = connection
+        self._engines: dict[str, Engine] = {}
+        self._tickets: dict[int, tuple[Engine, Ticket]] = {}
+        self._numbers: dict[Ticket, int] = {}
+        self._told: dict[Ticket, int] = {}
+        self._outgoing: list[Any] = []
+        for name, each in served.items():
+            model = each.pretrained.model.to(device, getattr(torch, dtype))
+            positions = model.max_positions()
+            longest, most = positions if isinstance(positions, tuple) else (positions, positions)
+            its = limits._replace(
+                longest=min(limits.longest, longest), max_len=min(limits.max_len, most)
+            )
+            self._engines[name] = Engine(getattr(model, "encoder", None), model.decoder, its)
+
+    def run(self) -> None:
+        """Serve until the connection is closed."""
+        told = 0.0
+        while True:
+            engines = [engine for engine in self._engines.values() if engine.is_busy]
+            while self._connection.poll(0 if engines else None):
+                for message in self._connection.recv():
+                    self._take(message)
+                engines = [engine for engine in self._engines.values() if engine.is_busy]
+            for engine in engines:
+                self._advance(engine)
+            now = time.monotonic()
+            if now - told > _TELLS or not any(engine.is_busy for engine in engines):
+                told = now
+                self._outgoing.append(self._state())
+            if self._outgoing:
+                self._connection.send(self._outgoing)
+                self._outgoing = []
+
+    def _state(self) -> State:
+        import torch
+
+        memory = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+        models = {
+            name: (len(engine.waiting), len(engine.living), engine.limits.slots)
+            for name, engine in self._engines.items()
+        }
+        return State(models, memory)
+
+    def _take(self, message: Submit | Cancel) -> None:
+        if isinstance(message, Cancel):
+            for number in message.numbers:
+                if number in self._tickets:
+                    engine, ticket = self._tickets[number]
+                    engine.cancel(ticket)
+                    self._forget(ticket)
+            return
+        engine = self._engines[message.model]
+        deadline = None if message.seconds is None else time.monotonic() + message.seconds
+        for number, asked in zip(message.numbers, message.asked, strict=True):
+            try:
+                ticket = engine.submit(_request(asked), deadline, message.streams)
+            except UserError as error:
+                self._outgoing.append(Ended(number, [], _told(error)))
+                continue
+            self._tickets[number] = engine, ticket
+            self._numbers[ticket] = number
+
+    def _advance(self, engine: Engine) -> None:
+        try:
+            ended = engine.advance()
+        except RuntimeError as error:  # such as no memory
+            import torch
+
+            logger.exception("a search has failed")
+            lost = [ticket for its, ticket in self._tickets.values() if its is engine]
+            for ticket in lost:
+                self._end(ticket, ("RuntimeError", "The search has failed: see the server's log."))
+            if not isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_initialized():
+                raise  # the GPU may be unusable: the server ends
+            return
+        for ticket in engine.grown:
+            number, told = self._numbers[ticket], self._told.get(ticket, 0)
+            self._outgoing.append(Told(number, ticket.tokens[told:]))
+            self._told[ticket] = len(ticket.tokens)
+        for ticket in ended:
+            self._end(ticket, None if ticket.error is None else _told(ticket.error))
+
+    def _end(self, ticket: Ticket, error: tuple[str, str] | None) -> None:
+        number, ended = self._numbers[ticket], ticket.ended or time.monotonic()
+        began = ticket.began or ended
+        found = [] if ticket.results is None else [_found(each) for each in ticket.results[0]]
+        times = began - ticket.arrived, ended - began
+        self._outgoing.append(Ended(number, found, error, *times))
+        self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self._tickets[self._numbers.pop(ticket)]
+        self._told.pop(ticket, None)
+
+
+def _request(asked: Asked) -> Request:
+    import torch
+
+    forced = None if asked.forced is None else torch.tensor([asked.forced])
+    tokens = torch.tensor([asked.tokens], dtype=torch.int64)
+    return Request(
+        SearchBatch(tokens, asked.max_len, forced), asked.options, asked.first, asked.begun
+    )
+
+
+def _found(hypothesis: Any) -> Found:
+    names = ("tokens", "score", "positional_scores")
+    return Found(*(hypothesis[name].tolist() for name in names))
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def main(
+    served: Mapping[str, Served], limits: Limits, place: tuple[str, str], threads: int,
+    connection: Connection,
+) -> None:  # fmt: skip
+    """The process, which was forked with the models; it says ``State`` when it is ready."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server, which ends this
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    follow_parent()
+    torch.set_num_threads(threads)
+    try:
+        Device(served, limits, place, connection).run()
+    except (EOFError, BrokenPipeError):  # the server has ended
+        os._exit(0)
+    except Exception:
+        logger.exception("the process of the models ends")
+        os._exit(1)

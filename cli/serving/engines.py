@@ -1,0 +1,213 @@
+"""The processes of the models, as the server's event loop uses them.
+
+A request passes three processes: one of texts makes numbers of it, that of the device searches,
+and one of texts makes texts of what it has found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lightseq_fairseq.cli.serving import device, models
+from lightseq_fairseq.cli.serving.device import Cancel, Ended, State, Submit, Told
+from lightseq_fairseq.cli.serving.models import Answer, Asked, Found, Served
+from lightseq_fairseq.generation.engine import Limits
+
+
+class Gone(Exception):
+    """The process of the device has ended."""
+
+
+class Engines:
+    """The models behind the server; made before the server begins, since it forks.
+
+    Args:
+        served: the models, on the CPU.
+        place: see ``device.Device``.
+        threads: of the device's process, for a CPU. workers: processes of texts.
+
+    Attributes:
+        state: the last one, None before the first.
+        is_gone: whether the process of the device has ended.
+    """
+
+    def __init__(
+        self, served: Mapping[str, Served], limits: Limits, place: tuple[str, str], threads: int,
+        workers: int,
+    ) -> None:  # fmt: skip
+        self.served = served
+        self.state: State | None = None
+        context = multiprocessing.get_context("fork")
+        self._connection, other = context.Pipe()
+        self.process = context.Process(
+            target=_child, args=(self._connection, other, served, limits, place, threads)
+        )
+        self.process.start()
+        other.close()
+        self._texts = ProcessPoolExecutor(
+            workers, context, _begin_texts, (self._connection, served)
+        )
+        self._texts.submit(os.getpid).result()  # forks all of them, before there are threads
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Queue[Ended | Told | Gone]] = {}
+        self._outgoing: queue.SimpleQueue[list[Submit | Cancel] | None] = queue.SimpleQueue()
+        self._ready = asyncio.Event()
+        self.is_gone = False
+
+    async def begin(self) -> None:
+        """Connect to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._connection.fileno(), self._read)
+        threading.Thread(target=self._write, daemon=True).start()
+
+    async def warm_up(self) -> None:
+        """Search for a sentence with each model: then the first request need not wait for it."""
+        for name in self.served:
+            await self.answers(name, ["1"], {})
+        self._ready.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether each model has answered a text."""
+        return self._ready.is_set() and not self.is_gone
+
+    async def end(self) -> None:
+        """End the processes; no request may be left."""
+        self._loop.remove_reader(self._connection.fileno())
+        self._outgoing.put(None)
+        self._connection.close()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.process.join, 10)
+
+    async def answers(
+        self, name: str, texts: Sequence[str], options: Mapping[str, Any],
+        seconds: float | None = None,
+    ) -> list[Answer]:  # fmt: skip
+        """What texts become, in their order; a caller that is cancelled frees their rows.
+
+        seconds: until they end with an error.
+
+        Raises:
+            UserError: a text or an option cannot be used; its subclasses ``Full`` and ``Expired``.
+            Gone: the process of the device has ended.
+        """
+        asked: list[Asked] = await self._in_texts(models.asked, name, texts, options)
+        numbers = [next(self._numbers) for _ in texts]
+        inbox: asyncio.Queue[Any] = asyncio.Queue()
+        found: dict[int, list[Found]] = {}
+        try:
+            self._submit(Submit(name, numbers, asked, seconds, streams=False), inbox)
+            while len(found) < len(numbers):
+                ended = _checked(await inbox.get())
+                found[ended.number] = ended.found
+        finally:
+            self._forget(numbers, found)
+        return await self._in_texts(
+            models.answers, name, asked, [found[x] for x in numbers], options
+        )
+
+    async def stream(
+        self, name: str, text: str, options: Mapping[str, Any], seconds: float | None = None
+    ) -> AsyncIterator[Answer]:
+        """The text of a language model as it grows; the last one is complete.
+
+        Raises:
+            See `answers`.
+        """
+        (asked,) = await self._in_texts(models.asked, name, [text], options)
+        number = next(self._numbers)
+        inbox: asyncio.Queue[Any] = asyncio.Queue()
+        tokens, ended = [*asked.tokens], False
+        try:
+            self._submit(Submit(name, [number], [asked], seconds, streams=True), inbox)
+            while not ended:
+                messages = [_checked(await inbox.get())]
+                while not inbox.empty():
+                    messages.append(_checked(inbox.get_nowait()))
+                for message in messages:
+                    if isinstance(message, Ended):
+                        ended, found = True, message.found[0]
+                    else:
+                        tokens += message.tokens
+                        found = Found(tokens, 0.0, [0.0] * len(tokens))
+                (answer,) = await self._in_texts(models.answers, name, [asked], [[found]], options)
+                yield answer._replace(is_last=ended)
+        finally:
+            self._forget([number], [number] if ended else [])
+
+    async def _in_texts(self, function: Any, *arguments: Any) -> Any:
+        return await self._loop.run_in_executor(self._texts, function, *arguments)
+
+    def _submit(self, message: Submit, inbox: asyncio.Queue[Any]) -> None:
+        if self.is_gone:
+            raise Gone
+        for number in message.numbers:
+            self._waiting[number] = inbox
+        self._outgoing.put([message])
+
+    def _forget(self, numbers: Sequence[int], ended: Any) -> None:
+        """Cancel what has not ended."""
+        known = [number for number in numbers if self._waiting.pop(number, None) is not None]
+        left = [number for number in known if number not in ended]
+        if left and not self.is_gone:
+            self._outgoing.put([Cancel(left)])
+
+    def _read(self) -> None:
+        try:
+            messages = self._connection.recv()
+        except (EOFError, OSError):
+            self._lose()
+            return
+        for message in messages:
+            if isinstance(message, State):
+                self.state = message
+            elif (inbox := self._waiting.get(message.number)) is not None:
+                inbox.put_nowait(message)
+
+    def _lose(self) -> None:
+        """The process of the device has ended: so do all requests, and the server."""
+        self.is_gone = True
+        self._loop.remove_reader(self._connection.fileno())
+        for inbox in {*self._waiting.values()}:
+            inbox.put_nowait(Gone())
+        signal.raise_signal(signal.SIGTERM)
+
+    def _write(self) -> None:
+        # In a thread of its own: the pipe may be full while a step runs.
+        while (messages := self._outgoing.get()) is not None:
+            try:
+                self._connection.send(messages)
+            except OSError:
+                return
+
+
+def _checked(message: Any) -> Any:
+    """The message; raises what it tells."""
+    if isinstance(message, Gone):
+        raise message
+    if isinstance(message, Ended) and message.error is not None:
+        name, sentence = message.error
+        raise device.ERRORS.get(name, RuntimeError)(sentence)
+    return message
+
+
+def _child(connection: Connection, own: Connection, *arguments: Any) -> None:
+    connection.close()  # that of the server: so this process sees when the server has ended
+    device.main(*arguments, own)
+
+
+def _begin_texts(connection: Connection, served: Mapping[str, Served]) -> None:
+    connection.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server, which ends this
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    models.begin(served)
