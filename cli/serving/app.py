@@ -359,7 +359,8 @@ def _first(error: RequestValidationError) -> str:
     if mistake["type"] == "json_invalid":
         return "The body of the request is no JSON."
     if mistake["type"] == "model_attributes_type":
-        return "The body of the request is no JSON object."
+        header = "Content-Type: application/json"
+        return f"The body of the request is no JSON object, or the header {header} is missing."
     place = ".".join(
         str(part) for part in mistake["loc"][1:] if not str(part).startswith(("list[", "str"))
     )

@@ -107,17 +107,20 @@ class Device:
 
     def run(self) -> None:
         """Serve until the connection is closed."""
-        told = 0.0
+        told, is_busy = 0.0, False
         while True:
-            engines = [engine for engine in self._engines.values() if engine.is_busy]
-            while self._connection.poll(0 if engines else None):
+            # Waits for a message only if there is nothing else to do.
+            has_come = self._connection.poll(0 if is_busy else None)
+            while has_come:
                 for message in self._connection.recv():
                     self._take(message)
-                engines = [engine for engine in self._engines.values() if engine.is_busy]
-            for engine in engines:
-                self._advance(engine)
+                has_come = self._connection.poll(0)
+            for engine in self._engines.values():
+                if engine.is_busy:
+                    self._advance(engine)
+            is_busy = any(engine.is_busy for engine in self._engines.values())
             now = time.monotonic()
-            if now - told > _TELLS or not any(engine.is_busy for engine in engines):
+            if now - told > _TELLS or not is_busy:
                 told = now
                 self._outgoing.append(self._state())
             if self._outgoing:

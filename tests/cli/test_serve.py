@@ -1,0 +1,385 @@
+"""lightseq-serve: clients get the words of the model offline; bad requests get one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import helpers.counting as counting
+import helpers.digits as digits
+import httpx
+import pytest
+from helpers.cli_runs import run
+from helpers.interpreters import ROOT
+
+from lightseq_fairseq import LanguageModel, Translator
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*not in the dictionary")
+LINE = "eins zwei drei vier fünf sechs sieben"
+LONG = {"q": LINE, "min_length": 400, "max_length": 500}  # takes seconds
+
+
+class Server:
+    """A lightseq-serve process.
+
+    Attributes:
+        client: of its address.
+    """
+
+    def __init__(self, log: Path, *words: str, **environment: str) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "lightseq_fairseq", "serve", *words, "--port", "0"]
+        inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command, stderr=file, env={**inherited, **environment}, start_new_session=True
+            )
+        address = self.wait_for(r"listens on (http://\S+)")
+        self.client = httpx.Client(base_url=address, timeout=60)
+        while self.client.get("/ready").status_code != 200:
+            time.sleep(0.05)
+
+    def wait_for(self, line: str) -> str:
+        while (found := re.search(line, self.log.read_text())) is None:
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        return found[1]
+
+    def processes(self) -> set[int]:
+        """Those that the server has started."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return {int(each) for each in children.split()}
+
+    def post(self, path: str, **body: Any) -> Any:
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def sentences(self, name: str) -> float:
+        """A number of /metrics: "waiting", "searched" or "slots" of the translation model."""
+        text = self.client.get("/metrics").text
+        found = re.search(rf'lightseq_sentences_{name}{{model="digits"}} (\S+)', text)
+        assert found is not None
+        return float(found[1])
+
+    def until_searched(self, count: int) -> None:
+        """Wait until so many sentences are searched; fails after some seconds."""
+        limit = time.monotonic() + 20
+        while self.sentences("searched") != count:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(scope="module", name="server")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("serve") / "log"
+    models = f"digits={digits.toy().paths[-1]}", f"counting={counting.toy().folder / 'ours.pt'}"
+    server = Server(log, *models, "--beam", "4", "--max-texts", "40")
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module", name="sources")
+def source_lines() -> list[str]:
+    return (digits.toy().folder / "test.src-tgt.src").read_text().splitlines()[:40]
+
+
+@pytest.fixture(scope="module", name="translator")
+def offline_translator() -> Translator:
+    path = digits.toy().paths[-1]
+    options = {"source_lang": "src", "target_lang": "tgt", "beam": 4, "batch_size": 1}
+    return Translator.from_pretrained(path, device="cpu", **options)
+
+
+@pytest.fixture(scope="module", name="text")
+def offline_language_model() -> LanguageModel:
+    path = counting.toy().folder / "ours.pt"
+    return LanguageModel.from_pretrained(path, device="cpu", batch_size=1)
+
+
+def test_many_clients(server: Server, translator: Translator, sources: list[str]) -> None:
+    """Each gets the words of the same model offline."""
+    expected = [translator.translate(line).text for line in sources]
+
+    def ask(number: int) -> str:
+        return str(server.post("/translate", q=sources[number])["translatedText"])
+
+    with ThreadPoolExecutor(16) as clients:
+        assert [*clients.map(ask, range(len(sources)))] == expected
+    many = server.post("/translate", q=sources, source="auto", target="tgt")
+    assert many == {"translatedText": expected}
+
+
+def test_options_of_the_search(server: Server, translator: Translator) -> None:
+    found = server.post("/translate", q=LINE, alternatives=2, beam=5, lenpen=0.2)
+    best, *others = translator.translate(LINE, nbest=3, beam=5, lenpen=0.2).hypotheses
+    assert found == {
+        "translatedText": best.text, "alternatives": [each.text for each in others]
+    }  # fmt: skip
+    found = server.post("/translate", q=LINE, max_length=3)
+    expected = translator.translate(LINE, max_len_b=3).text
+    assert found["translatedText"] == expected
+    assert len(expected.split()) == 3
+    # The next request has the defaults.
+    assert server.post("/translate", q=LINE)["translatedText"] == translator.translate(LINE).text
+
+
+def test_a_translation_with_a_prefix(server: Server, translator: Translator) -> None:
+    whole = translator.translate(LINE).text
+    for prefix in ("nine", " ".join(whole.split()[:3])):
+        found = server.post("/translate", q=LINE, prefix=prefix)["translatedText"]
+        assert found.startswith(prefix)
+        assert len(found.split()) > len(prefix.split())
+    assert found == whole
+
+
+def test_apis_of_others(server: Server, translator: Translator) -> None:
+    expected = translator.translate(LINE).text
+    found = server.post("/v2/translate", text=[LINE], target_lang="TGT")
+    assert found == {"translations": [{"detected_source_language": "SRC", "text": expected}]}
+    found = server.post("/language/translate/v2", q=LINE, target="tgt")
+    assert found == {"data": {"translations": [{"translatedText": expected}]}}
+    assert server.post("/summarize", text=[LINE]) == {"summary": [expected]}
+    get = server.client.get
+    assert get("/languages").json() == [{"code": "src", "name": "src", "targets": ["tgt"]}]
+    assert [each["id"] for each in get("/v1/models").json()["data"]] == ["digits", "counting"]
+    assert get("/health").json() == {"status": "ok"}
+    assert {"/translate", "/v1/completions"} <= get("/openapi.json").json()["paths"].keys()
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_completions(server: Server, text: LanguageModel, beam: int) -> None:
+    """The text after the prompt is that of the same search offline."""
+    prompts = ["three five", "zero two four", "nine"]
+    limits = {"max_len_a": 1, "max_len_b": 6}
+    offline = text.generate(prompts, beam=beam, nbest=beam, **limits)
+    options = {"temperature": 0, "max_tokens": 7, "n": beam}
+    found = server.post("/v1/completions", model="counting", prompt=prompts, **options)
+    expected = [each.text for hypotheses in offline for each in hypotheses]
+    starts = [prompt for prompt in prompts for _ in range(beam)]
+    assert [a + b["text"] for a, b in zip(starts, found["choices"], strict=True)] == expected
+    assert [each["index"] for each in found["choices"]] == [*range(3 * beam)]
+    for choice, each in zip(found["choices"], (x for y in offline for x in y), strict=True):
+        written = len(choice["text"].split())
+        assert choice["finish_reason"] == ("length" if written == 7 else "stop")
+        assert each.tokens[-1] == "</s>"
+    usage = found["usage"]
+    assert usage["prompt_tokens"] == 6
+    words = sum(len(each["text"].split()) for each in found["choices"])
+    assert usage["completion_tokens"] == words
+    assert usage["total_tokens"] == words + 6
+
+
+def test_samples(server: Server) -> None:
+    options = {"model": "counting", "prompt": "three five", "n": 6, "max_tokens": 8}
+    found = server.post("/v1/completions", **options, echo=True)["choices"]
+    assert len({each["text"] for each in found}) > 2
+    assert all(each["text"].startswith("three five ") for each in found)
+    cold = server.post("/v1/completions", **options, top_k=1)["choices"]
+    assert len({each["text"] for each in cold}) == 1
+
+
+def test_a_stream(server: Server) -> None:
+    """Its pieces are the text at once."""
+    body = {"model": "counting", "prompt": "three five", "max_tokens": 9, "temperature": 0}
+    (choice,) = server.post("/v1/completions", **body)["choices"]
+    with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines.pop() == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    assert "".join(each["text"] for each in events) == choice["text"]
+    reasons = [each["finish_reason"] for each in events]
+    assert reasons == [None] * (len(events) - 1) + [choice["finish_reason"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "sentence"),
+    [
+        ("/translate", "{", 400, "The body of the request is no JSON."),
+        (
+            "/translate", "[]", 400,
+            "The body of the request is no JSON object, or the header Content-Type: "
+            "application/json is missing.",
+        ),
+        ("/translate", "{}", 400, "q: field required."),
+        ("/translate", {"q": 5}, 400, "q: input should be a valid string."),
+        ("/translate", {"q": " "}, 400, "Text 0 (counted from 0) is empty."),
+        ("/translate", {"q": ["a", ""]}, 400, "Text 1 (counted from 0) is empty."),
+        ("/translate", {"q": []}, 400, "There are 0 texts: send 1 to 40."),
+        ("/translate", {"q": ["a"] * 41}, 400, "There are 41 texts: send 1 to 40."),
+        ("/translate", {"q": "a\0"}, 400, "Text 0 (counted from 0) is no valid Unicode text."),
+        (
+            "/translate", '{"q": "\\ud800"}', 400,
+            "Text 0 (counted from 0) is no valid Unicode text.",
+        ),
+        ("/translate", {"q": "a", "color": 1}, 400, "There is no option color."),
+        (
+            "/translate", {"q": "a", "beam": 17}, 400,
+            "The beam is 17: this server has at most 16.",
+        ),
+        (
+            "/translate", {"q": "a", "min_length": 5, "max_length": 4}, 400,
+            "min_length is larger than max_length.",
+        ),
+        (
+            "/translate", {"q": "a", "target": "fr"}, 400,
+            "There is no model for auto to fr: this server translates src to tgt.",
+        ),
+        (
+            "/translate", {"q": "a", "model": "none"}, 404,
+            "There is no model none: this server has digits, counting.",
+        ),
+        (
+            "/translate", {"q": "a", "model": "counting"}, 400,
+            "This server has no translation model for this request.",
+        ),
+        (
+            "/translate", {"q": "a " * 1100}, 400,
+            "The text has 1101 tokens, the model reads at most 1024: shorten it.",
+        ),
+        ("/translate", {"q": "a" * (1 << 20)}, 413, "is larger than 1048576 bytes."),
+        (
+            "/language/translate/v2", {"q": "<b>a</b>", "target": "tgt", "format": "html"}, 400,
+            'This server translates plain text: send "format": "text".',
+        ),
+        (
+            "/v1/completions", {"model": "digits", "prompt": "a"}, 400,
+            "digits is no language model: use /translate.",
+        ),
+        (
+            "/v1/completions", {"model": "counting", "prompt": "one", "n": 2, "stream": True}, 400,
+            'Only one completion of one prompt can be streamed: use "n": 1.',
+        ),
+        ("/nothing", {}, 404, "Not Found."),
+    ],
+)  # fmt: skip
+def test_bad_requests(server: Server, path: str, body: Any, status: int, sentence: str) -> None:
+    content = body if isinstance(body, str) else json.dumps(body)
+    headers = {"Content-Type": "application/json"}
+    answer = server.client.post(path, content=content, headers=headers)
+    error = answer.json().get("error") or answer.json()
+    says = error["message"] if isinstance(error, dict) else error
+    assert (answer.status_code, says[-len(sentence) :]) == (status, sentence)
+
+
+def test_a_large_body_is_not_read(server: Server) -> None:
+    """Neither if its length is told, nor if it is not."""
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(1000):
+            yield b" " * 100_000
+
+    for content in (b" " * 10_000_000, pieces()):
+        try:
+            answer = server.client.post("/translate", content=content)
+        except httpx.HTTPError:  # the server has closed the connection
+            continue
+        assert answer.status_code == 413
+    assert server.client.get("/health").status_code == 200
+
+
+def test_a_client_that_leaves_frees_its_rows(server: Server, sources: list[str]) -> None:
+    with pytest.raises(httpx.TimeoutException):
+        server.client.post("/translate", json={**LONG, "q": [LINE] * 30}, timeout=1)
+    server.until_searched(0)
+    assert server.sentences("waiting") == 0
+    assert server.post("/translate", q=sources[0])
+    stream = {"model": "counting", "prompt": "one", "max_tokens": 30, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=stream) as answer:
+        next(answer.iter_lines())
+    assert server.post("/translate", q=sources[0])
+
+
+def test_half_open_connections_harm_nobody(server: Server, sources: list[str]) -> None:
+    url = server.client.base_url
+    sockets = [socket.create_connection((url.host, url.port)) for _ in range(50)]
+    for each in sockets:
+        each.sendall(b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert server.post("/translate", q=sources[0])
+    for each in sockets:
+        each.close()
+
+
+def test_sigterm_lets_requests_end(server: Server) -> None:
+    """And no process is left."""
+    processes = server.processes()
+    assert len(processes) == 3
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(server.client.post, "/translate", json=LONG)
+        server.until_searched(1)
+        server.process.send_signal(signal.SIGTERM)
+        assert answer.result().status_code == 200
+    assert server.process.wait(30) == 0, server.log.read_text()
+    _are_gone(processes)
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_process_that_dies_ends_the_server(tmp_path: Path) -> None:
+    """So whoever runs it starts it again. This server has a key."""
+    path = str(digits.toy().paths[-1])
+    server = Server(tmp_path / "log", path, "--source-lang", "src", LIGHTSEQ_API_KEY="k1")
+    try:
+        refused = server.client.post("/translate", json=LONG)
+        assert refused.status_code == 401
+        says = 'The key is missing or wrong: send the header "Authorization: Bearer KEY".'
+        assert refused.json() == {"error": says}
+        server.client.headers["Authorization"] = "Bearer k1"
+        processes = server.processes()
+        with ThreadPoolExecutor(1) as client:
+            answer = client.submit(server.client.post, "/translate", json=LONG)
+            time.sleep(1)
+            os.kill(min(processes), signal.SIGKILL)  # the first is that of the models
+            assert answer.result().status_code == 503
+            assert answer.result().json() == {"error": "The server is ending."}
+        assert server.process.wait(30) == 1
+        assert "error: The process of the models has ended" in server.log.read_text()
+        _are_gone(processes)
+    finally:
+        server.kill()
+
+
+def _are_gone(processes: set[int]) -> None:
+    limit = time.monotonic() + 10
+    while any(Path(f"/proc/{each}").exists() for each in processes):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+def test_commands_that_cannot_serve(tmp_path: Path) -> None:
+    path = str(digits.toy().paths[-1])
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
+        for words, sentence in (
+            ((), "Usage"),
+            (("--beam", "4"), "There is no model: name it before the flags."),
+            ((path, "--beam", "4", "5"), "5 belongs to no flag: models come before flags."),
+            ((path, "--port", port), f"cannot listen on 127.0.0.1:{port} (Address already in use)"),
+            ((str(tmp_path),), f"The folder {tmp_path} has no checkpoint_best.pt"),
+            ((f"a={path}", f"a={path}"), "Two models have the name a: use NAME=MODEL."),
+            ((path, "--fp16"), "--fp16 needs a GPU, but there is none"),
+            ((path, "--colour", "4"), "colour"),
+            (("nothing.pt",), "nothing.pt"),
+        ):
+            free = () if "--port" in words else ("--port", "0")
+            result = run("serve", *words, *(free if words else ()))
+            assert (result.exit_code != 0) == bool(words), result.output
+            assert sentence in result.output
+            assert "Traceback" not in result.output
