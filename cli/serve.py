@@ -167,7 +167,9 @@ def _listening(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        says = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno)
+        says = (
+            error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        )
         raise UserError(
             f"{_PROGRAM} cannot listen on {host}:{port} ({says}): use other values of "
             "--host and --port."

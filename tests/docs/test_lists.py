@@ -53,6 +53,7 @@ READ = (
     r"\"(?P<name>\w+)\" in os\.environ\b",
     r"\b(?P<constant>[A-Z_]+) in os\.environ\b",
     r"\{(?P<names>[^}]*)\} <= os\.environ\b",
+    r"\benvvar=\"(?P<name>\w+)\"",
 )
 COPIED = r"\*\*os\.environ\b|, os\.environ\)|(?:del )?os\.environ\[name\]"
 
