@@ -59,7 +59,7 @@ def write_counting(folder: Path) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in WORDS))
-    for split, count in (("train", 1500), ("valid", 100), ("test", 60)):
+    for split, count in (("train", 1500), ("valid", 100), ("test", 40)):
         lines = [sentence() for _ in range(count)]
         if split == "test":  # some words are in no dictionary
             lines = [line.replace("four five", "four fivety") for line in lines]
