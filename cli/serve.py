@@ -65,7 +65,7 @@ _DRAIN = 60  # seconds in which requests may end after SIGTERM
     help="Processes that make tokens of texts, and texts of tokens.",
 )  # fmt: skip
 def main(words: list[str], **options: Any) -> None:
-    """Answer requests over HTTP: translations, summaries, completions.
+    """Answer requests over HTTP: translations, summaries, completions, embeddings, labels.
 
     \b
         lightseq-serve checkpoints --bpe subword_nmt --bpe-codes codes --remove-bpe
@@ -140,7 +140,7 @@ def _serve(
         if name in served:
             raise UserError(f"Two models have the name {name}: use NAME=MODEL.")
         served[name] = load(name, path, flags)
-        click.echo(f"{_PROGRAM}: {name}: {served[name].pretrained!r}", err=True)
+        click.echo(f"{_PROGRAM}: {name}: {served[name]!r}", err=True)
     most = max_length or 1 << 16
     limits = Limits(slots or _SLOTS[device], most, most, _WAITING, _FORCED)
     place = device, "float16" if fp16 else "bfloat16" if bf16 else "float32"

@@ -1,7 +1,8 @@
 """``lightseq-serve``: models behind HTTP.
 
-models         a served model: texts to requests of an engine, and its results to texts
-device         the process that has the models on a device, and searches
+models         a served model: texts to requests of the device, and its results to texts
+device         the process that has the models on a device
+encoder        what this process does with a RoBERTa; generation.engine does the rest
 engines        what the process of the server knows of it
 app            the endpoints
 bodies         their JSON

@@ -23,15 +23,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lightseq_fairseq import __version__
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.serving.bodies import (
+    Classify,
     Complete,
     DeepL,
+    Embed,
     Google,
     Summarize,
     Translate,
 )
-from lightseq_fairseq.cli.serving.engines import Answer, Engines, Gone
-from lightseq_fairseq.cli.serving.models import Served
+from lightseq_fairseq.cli.serving.engines import Engines, Gone
+from lightseq_fairseq.cli.serving.models import Answer, EncodedBy, Served
 from lightseq_fairseq.generation.engine import Expired, Full
+from lightseq_fairseq.generation.texts import Prediction
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -184,7 +187,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     app = FastAPI(
         title="LightSeq", version=__version__, lifespan=lifespan,
-        description="Translation, summaries and completions by accelerated Transformers.",
+        description="Translations, completions, embeddings and labels by accelerated Transformers.",
     )  # fmt: skip
     app.add_middleware(Guard, bounds=bounds, metrics=metrics)
 
@@ -215,8 +218,8 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
     # --- Translation -----------------------------------------------------------------------------
 
     async def answers(
-        request: Request, model: Served, texts: Sequence[str], options: Mapping[str, Any]
-    ) -> list[Answer]:
+        request: Request, model: Served, texts: Sequence[Any], options: Mapping[str, Any]
+    ) -> list[Any]:
         _check(texts, options, bounds)
         found = await _unless_gone(
             request, engines.answers(model.name, texts, options, bounds.seconds)
@@ -300,8 +303,8 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
     @app.post("/v1/completions", summary="Completions (OpenAI's API)")
     async def complete(body: Complete, request: Request) -> Any:
         chosen = _named(engines.served, body.model)
-        if not chosen.continues:
-            raise Refused(400, f"{chosen.name} is no language model: use /translate.")
+        if chosen.does != "continues":
+            raise Refused(400, f"{chosen.name} is no language model: it {chosen.does} texts.")
         prompts, options = _listed(body.prompt), body.options()
         if not body.stream:
             found = await answers(request, chosen, prompts, options)
@@ -314,6 +317,40 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
         return StreamingResponse(
             _events(body, first, grown, metrics), media_type="text/event-stream"
         )
+
+    @app.post("/v1/embeddings", summary="Embeddings (OpenAI's API)")
+    async def embed(body: Embed, request: Request) -> Any:
+        chosen = _named(engines.served, body.model)
+        if chosen.does != "encodes":
+            raise Refused(400, f"{chosen.name} is no encoder: it {chosen.does} texts.")
+        found = await answers(request, chosen, _listed(body.input), {"classifies": False})
+        data = [
+            {"object": "embedding", "index": number, "embedding": each.found}
+            for number, each in enumerate(found)
+        ]
+        read = sum(each.tokens[0] for each in found)
+        usage = {"prompt_tokens": read, "total_tokens": read}
+        return {"object": "list", "data": data, "model": body.model, "usage": usage}
+
+    # --- Labels ----------------------------------------------------------------------------------
+
+    @app.post("/classify", summary="Label texts, or pairs of texts")
+    async def classify(body: Classify, request: Request) -> Any:
+        names = [body.model] if body.model is not None else [*engines.served]
+        models = [_named(engines.served, name) for name in names]
+        chosen = next((x for x in models if isinstance(x, EncodedBy) and x.classifier), None)
+        if chosen is None:
+            raise Refused(400, f"There are no labels: {', '.join(names)} has none.")
+        texts: list[Any] = _listed(body.text)
+        if body.text_pair is not None:
+            others = _listed(body.text_pair)
+            if len(others) != len(texts):
+                says = f"There are {len(texts)} texts in text, and {len(others)} in text_pair."
+                raise Refused(400, says)
+            texts = [*zip(texts, others, strict=True)]
+        found = await answers(request, chosen, texts, {"classifies": True})
+        labels = [_label(each.found) for each in found]
+        return {"labels": labels[0] if isinstance(body.text, str) else labels}
 
     # --- For those who run the server ------------------------------------------------------------
 
@@ -374,15 +411,25 @@ def _listed(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
 
 
-def _check(texts: Sequence[str], options: Mapping[str, Any], bounds: Bounds) -> None:
-    """Refuse what exceeds the bounds, and texts that are none."""
+def _label(found: Any) -> Any:
+    """What a head predicts, as JSON; of a regression numbers."""
+    return found._asdict() if isinstance(found, Prediction) else found
+
+
+def _check(texts: Sequence[Any], options: Mapping[str, Any], bounds: Bounds) -> None:
+    """Refuse what exceeds the bounds, and texts that are none; a text may be a pair."""
     if not 1 <= len(texts) <= bounds.texts:
         raise Refused(400, f"There are {len(texts)} texts: send 1 to {bounds.texts}.")
     if options.get("beam", 1) > bounds.beam:
         raise Refused(400, f"The beam is {options['beam']}: this server has at most {bounds.beam}.")
     if options.get("nbest", 1) > options.get("beam", options.get("nbest", 1)):
         raise Refused(400, "There are more results than hypotheses of the beam: raise beam.")
-    for number, text in enumerate(texts):
+    each = (
+        (number, part)
+        for number, text in enumerate(texts)
+        for part in (text if isinstance(text, tuple) else (text,))
+    )
+    for number, text in each:
         if len(text) > bounds.characters:
             raise Refused(413, f"Text {number} has more than {bounds.characters} characters.")
         if not text.strip():

@@ -88,6 +88,23 @@ class Google(Body):
     key: str | None = Field(None, description="Is not read: send the key as a header.")
 
 
+class Embed(Body):
+    """OpenAI's request for embeddings."""
+
+    model: str
+    input: Texts
+    encoding_format: Literal["float"] = "float"
+    user: str | None = None
+
+
+class Classify(Body):
+    """Texts whose labels are wanted, or pairs of texts."""
+
+    model: str | None = Field(None, description="The model; by default the first with labels.")
+    text: Texts
+    text_pair: Texts | None = Field(None, description="The second text of each pair.")
+
+
 class Complete(Searched):
     """OpenAI's request for completions, and options of the search."""
 

@@ -1,4 +1,4 @@
-"""The process that has the models on a device, and searches. It does nothing else.
+"""The process that has the models on a device, and computes. It does nothing else.
 
 A search polls the GPU's reports, so a server in the same process would wait for the interpreter.
 Between two steps the process reads the messages that have arrived, and sends what has ended.
@@ -15,7 +15,15 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.serving.models import Asked, Found, Served, follow_parent
+from lightseq_fairseq.cli.serving.encoder import Encoder, Text
+from lightseq_fairseq.cli.serving.models import (
+    Asked,
+    EncodedBy,
+    Found,
+    Served,
+    Tokens,
+    follow_parent,
+)
 from lightseq_fairseq.generation.engine import Engine, Expired, Full, Limits, Request, Ticket
 from lightseq_fairseq.generation.source import SearchBatch
 
@@ -25,14 +33,14 @@ _TELLS = 1.0  # seconds between two `State` messages, while there is work
 
 
 class Submit(NamedTuple):
-    """To the process: search for these sentences.
+    """To the process: search for these sentences, or encode them.
 
     number: a number that the sender chooses, for each sentence. seconds: until its deadline.
     """
 
     model: str
     numbers: list[int]
-    asked: list[Asked]
+    asked: list[Asked] | list[Tokens]
     seconds: float | None
     streams: bool
 
@@ -46,11 +54,12 @@ class Cancel(NamedTuple):
 class Ended(NamedTuple):
     """From the process: a sentence has ended; with ``error``, a class and a sentence, or results.
 
+    found: hypotheses, the best first; of an encoder numbers.
     waited, searched: seconds.
     """
 
     number: int
-    found: list[Found]
+    found: list[Found] | list[float]
     error: tuple[str, str] | None = None
     waited: float = 0.0
     searched: float = 0.0
@@ -91,13 +100,16 @@ class Device:
 
         device, dtype = place
         self._connection = connection
-        self._engines: dict[str, Engine] = {}
-        self._tickets: dict[int, tuple[Engine, Ticket]] = {}
-        self._numbers: dict[Ticket, int] = {}
+        self._engines: dict[str, Engine | Encoder] = {}
+        self._tickets: dict[int, tuple[Any, Any]] = {}
+        self._numbers: dict[Ticket | Text, int] = {}
         self._told: dict[Ticket, int] = {}
         self._outgoing: list[Any] = []
         for name, each in served.items():
-            model = each.pretrained.model.to(device, getattr(torch, dtype))
+            model = each.model.to(device, getattr(torch, dtype))
+            if isinstance(each, EncodedBy):
+                self._engines[name] = Encoder(each, model, (limits.waiting, limits.slots))
+                continue
             positions = model.max_positions()
             longest, most = positions if isinstance(positions, tuple) else (positions, positions)
             its = limits._replace(
@@ -132,7 +144,7 @@ class Device:
 
         memory = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
         models = {
-            name: (len(engine.waiting), len(engine.living), engine.limits.slots)
+            name: (len(engine.waiting), len(engine.living), engine.slots)
             for name, engine in self._engines.items()
         }
         return State(models, memory)
@@ -145,18 +157,19 @@ class Device:
                     engine.cancel(ticket)
                     self._forget(ticket)
             return
-        engine = self._engines[message.model]
+        chosen: Any = self._engines[message.model]
         deadline = None if message.seconds is None else time.monotonic() + message.seconds
         for number, asked in zip(message.numbers, message.asked, strict=True):
             try:
-                ticket = engine.submit(_request(asked), deadline, message.streams)
+                request = asked if isinstance(asked, Tokens) else _request(asked)
+                ticket = chosen.submit(request, deadline, message.streams)
             except UserError as error:
                 self._outgoing.append(Ended(number, [], _told(error)))
                 continue
-            self._tickets[number] = engine, ticket
+            self._tickets[number] = chosen, ticket
             self._numbers[ticket] = number
 
-    def _advance(self, engine: Engine) -> None:
+    def _advance(self, engine: Any) -> None:
         try:
             ended = engine.advance()
         except RuntimeError as error:  # such as no memory
@@ -176,17 +189,22 @@ class Device:
         for ticket in ended:
             self._end(ticket, None if ticket.error is None else _told(ticket.error))
 
-    def _end(self, ticket: Ticket, error: tuple[str, str] | None) -> None:
+    def _end(self, ticket: Ticket | Text, error: tuple[str, str] | None) -> None:
         number, ended = self._numbers[ticket], ticket.ended or time.monotonic()
         began = ticket.began or ended
-        found = [] if ticket.results is None else [_found(each) for each in ticket.results[0]]
+        found: Any = []
+        if isinstance(ticket, Text):
+            found = ticket.found
+        elif ticket.results is not None:
+            found = [_found(each) for each in ticket.results[0]]
         times = began - ticket.arrived, ended - began
         self._outgoing.append(Ended(number, found, error, *times))
         self._forget(ticket)
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: Ticket | Text) -> None:
         del self._tickets[self._numbers.pop(ticket)]
-        self._told.pop(ticket, None)
+        if isinstance(ticket, Ticket):
+            self._told.pop(ticket, None)
 
 
 def _request(asked: Asked) -> Request:

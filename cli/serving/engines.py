@@ -20,7 +20,7 @@ from typing import Any
 
 from lightseq_fairseq.cli.serving import device, models
 from lightseq_fairseq.cli.serving.device import Cancel, Ended, State, Submit, Told
-from lightseq_fairseq.cli.serving.models import Answer, Asked, Found, Served
+from lightseq_fairseq.cli.serving.models import Answer, Found, Served
 from lightseq_fairseq.generation.engine import Limits
 
 
@@ -72,8 +72,9 @@ class Engines:
 
     async def warm_up(self) -> None:
         """Search for a sentence with each model: then the first request need not wait for it."""
-        for name in self.served:
-            await self.answers(name, ["1"], {})
+        for name, each in self.served.items():
+            options = {"classifies": False} if each.does == "encodes" else {}
+            await self.answers(name, ["1"], options)
         self._ready.set()
 
     @property
@@ -90,21 +91,21 @@ class Engines:
         await asyncio.to_thread(self.process.join, 10)
 
     async def answers(
-        self, name: str, texts: Sequence[str], options: Mapping[str, Any],
+        self, name: str, texts: Sequence[Any], options: Mapping[str, Any],
         seconds: float | None = None,
-    ) -> list[Answer]:  # fmt: skip
+    ) -> list[Any]:  # fmt: skip
         """What texts become, in their order; a caller that is cancelled frees their rows.
 
-        seconds: until they end with an error.
+        texts, options: see ``models.Served.asked``. seconds: until they end with an error.
 
         Raises:
             UserError: a text or an option cannot be used; its subclasses ``Full`` and ``Expired``.
             Gone: the process of the device has ended.
         """
-        asked: list[Asked] = await self._in_texts(models.asked, name, texts, options)
+        asked = await self._in_texts(models.asked, name, texts, options)
         numbers = [next(self._numbers) for _ in texts]
         inbox: asyncio.Queue[Any] = asyncio.Queue()
-        found: dict[int, list[Found]] = {}
+        found: dict[int, Any] = {}
         try:
             self._submit(Submit(name, numbers, asked, seconds, streams=False), inbox)
             while len(found) < len(numbers):

@@ -7,21 +7,29 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.generation.options import SearchOptions
-from lightseq_fairseq.generation.texts import Hypothesis
+from lightseq_fairseq.generation.texts import Hypothesis, Predicted
 from lightseq_fairseq.python.language_model import LanguageModel
 from lightseq_fairseq.python.pretrained import Pretrained, task_of
+from lightseq_fairseq.python.roberta import RobertaModel
 from lightseq_fairseq.python.translator import Translator
 
+if TYPE_CHECKING:
+    from lightseq_fairseq.cli.translate.classes import Classifier
+    from lightseq_fairseq.python.roberta_interface import RobertaInterface
+
 _KINDS: tuple[type[Pretrained], ...] = (Translator, LanguageModel)
+_ENCODERS = ("masked_lm", "multilingual_masked_lm")  # tasks
 
 
 class Asked(NamedTuple):
@@ -60,35 +68,78 @@ class Answer(NamedTuple):
     is_last: bool = True
 
 
+class Tokens(NamedTuple):
+    """What an encoder is to read: the tokens of a text or a pair.
+
+    classifies: whether its head is wanted, else the mean of the features.
+    """
+
+    tokens: list[int]
+    classifies: bool
+
+
+class Encoded(NamedTuple):
+    """What a text has become: ``found`` is an embedding, or what its head predicts.
+
+    tokens: of the text, and 0.
+    """
+
+    found: list[float] | Predicted
+    tokens: tuple[int, int]
+
+
 class Served:
     """A model that texts can be sent to.
 
     Attributes:
         name: by which requests name it. path: of its checkpoint.
-        pretrained: on the CPU.
-        languages: (source, target) of a translation model, else None.
+        does: "translates", "continues" or "encodes".
+        languages: (source, target) of a model that translates, else None.
     """
 
-    def __init__(self, name: str, path: str, pretrained: Pretrained) -> None:
-        self.name, self.path, self.pretrained = name, path, pretrained
-        self.languages: tuple[str, str] | None = None
-        if isinstance(pretrained, Translator):
-            task = pretrained.configuration.task
-            self.languages = str(task.source_lang), str(task.target_lang)
+    does: str
+    languages: tuple[str, str] | None = None
+
+    def __init__(self, name: str, path: str) -> None:
+        self.name, self.path = name, path
 
     @property
-    def continues(self) -> bool:
-        """Whether it is a language model, whose texts begin with their prompts."""
-        return isinstance(self.pretrained, LanguageModel)
+    def model(self) -> Any:
+        """fairseq's model, on the CPU."""
+        raise NotImplementedError
 
-    def asked(self, text: str, options: Mapping[str, Any]) -> Asked:
-        """What the engine is to search for a text.
-
-        options: of a call of ``pretrained``; and "prefix", with which a translation begins.
+    def asked(self, text: Any, options: Mapping[str, Any]) -> Any:
+        """What the device is to compute for a text.
 
         Raises:
             UserError: the text or an option cannot be used.
         """
+        raise NotImplementedError
+
+    def answer(self, asked: Any, found: Any, options: Mapping[str, Any]) -> Any:
+        """What the device has found for ``asked``."""
+        raise NotImplementedError
+
+
+class Searched(Served):
+    """A translation model or a language model; ``pretrained`` is on the CPU."""
+
+    def __init__(self, name: str, path: str, pretrained: Pretrained) -> None:
+        super().__init__(name, path)
+        self.pretrained, self.does = pretrained, "continues"
+        if isinstance(pretrained, Translator):
+            task = pretrained.configuration.task
+            self.does, self.languages = "translates", (str(task.source_lang), str(task.target_lang))
+
+    def __repr__(self) -> str:
+        return repr(self.pretrained)
+
+    @property
+    def model(self) -> Any:
+        return self.pretrained.model
+
+    def asked(self, text: str, options: Mapping[str, Any]) -> Asked:
+        """options: fields of ``GenerationConfig``; "prefix", with which a translation begins."""
         request = self.pretrained.request(text, _of_search(options))
         batch = request.batch
         forced = None if batch.forced is None else batch.forced[0].tolist()
@@ -100,23 +151,71 @@ class Served:
             batch.tokens[0].tolist(), forced, batch.max_len, request.options, request.first, begun
         )
 
-    def answer(
-        self, asked: Asked, found: Sequence[Found], options: Mapping[str, Any]
-    ) -> Answer:  # fmt: skip
-        """What the engine has found for ``asked``, as texts."""
+    def answer(self, asked: Asked, found: Sequence[Found], options: Mapping[str, Any]) -> Answer:
         hypotheses = self.pretrained.texts(map(_as_fairseqs, found), _of_search(options))
         start = 0
-        if self.continues:
+        if self.does == "continues":
             start = len(asked.tokens)
-            prompt = self.pretrained.texts(
-                [_as_fairseqs(Found(asked.tokens, 0.0, [0.0] * start))], _of_search(options)
-            )[0].text  # fmt: skip
-            hypotheses = tuple(
-                replace(each, text=each.text.removeprefix(prompt)) for each in hypotheses
-            )
+            prompt = _as_fairseqs(Found(asked.tokens, 0.0, [0.0] * start))
+            said = self.pretrained.texts([prompt], _of_search(options))[0].text
+            hypotheses = tuple(replace(x, text=x.text.removeprefix(said)) for x in hypotheses)
         written = sum(len(each.tokens) - start - 1 for each in found)  # without eos
         cut = tuple(len(each.tokens) > asked.max_len for each in found)
         return Answer(hypotheses, cut, (len(asked.tokens), written))
+
+
+class EncodedBy(Served):
+    """A RoBERTa; ``interface`` is on the CPU.
+
+    Attributes:
+        classifier: None if it has no labels.
+    """
+
+    does = "encodes"
+
+    def __init__(self, name: str, path: str, interface: RobertaInterface) -> None:
+        super().__init__(name, path)
+        self.interface = interface.eval()
+        self.classifier: Classifier | None = None
+        if families.classifies(interface.task.cfg._name):
+            self.classifier = interface.classifier()
+
+    def __repr__(self) -> str:
+        return repr(self.interface)
+
+    @property
+    def model(self) -> Any:
+        return self.interface.model
+
+    def asked(self, text: str | Sequence[str], options: Mapping[str, Any]) -> Tokens:
+        """options: "classifies", see `Tokens`."""
+        texts = (text,) if isinstance(text, str) else (*text,)
+        if not options["classifies"]:
+            bpe, dictionary = self.interface.bpe, self.interface.task.source_dictionary
+            words = text if bpe is None else bpe.encode(text)
+            tokens = dictionary.encode_line(f"<s> {words}", add_if_not_exist=False)
+            most = self.model.max_positions()
+            if len(tokens) > most:
+                raise UserError(
+                    f"The text has {len(tokens)} tokens, the model reads at most {most}: shorten "
+                    "it."
+                )
+            return Tokens(tokens.tolist(), False)
+        if self.classifier is None:
+            raise UserError(f"{self.name} has no labels: /v1/embeddings gives its features.")
+        if len(texts) != (self.classifier.inputs or len(texts)):
+            wanted = "two texts: send text_pair, too" if len(texts) == 1 else "one text"
+            raise UserError(f"{self.name} reads {wanted}.")
+        return Tokens(self.classifier.tokens(0, texts).tolist(), True)
+
+    def answer(self, asked: Tokens, found: list[float], options: Mapping[str, Any]) -> Encoded:
+        import torch
+
+        result: list[float] | Predicted = found
+        if asked.classifies:
+            assert self.classifier is not None
+            (result,) = self.classifier.predictions(torch.tensor([found]))
+        return Encoded(result, (len(asked.tokens), 0))
 
 
 def _of_search(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +233,13 @@ def _as_fairseqs(found: Found) -> dict[str, Any]:
     }
 
 
+def _of_texts() -> set[str]:
+    """Options that matter only to models that write texts."""
+    from fairseq.dataclass.configs import GenerationConfig
+
+    return {*GenerationConfig.__dataclass_fields__, "remove_bpe", "post_process"}
+
+
 def load(name: str, path: str, options: Mapping[str, Any]) -> Served:
     """Load a model on the CPU.
 
@@ -142,13 +248,16 @@ def load(name: str, path: str, options: Mapping[str, Any]) -> Served:
     """
     checkpoint = checkpoint_in(path)
     task = task_of(checkpoint)
-    kinds = [kind for kind in _KINDS if task in kind.kind.tasks]
-    if not kinds:
-        raise UserError(
-            f"{path} contains a model of --task {task}, but lightseq-serve has translation models "
-            "and language models."
-        )
-    return Served(name, path, kinds[0].from_pretrained(checkpoint, device="cpu", **options))
+    for kind in _KINDS:
+        if task in kind.kind.tasks:
+            return Searched(name, path, kind.from_pretrained(checkpoint, device="cpu", **options))
+    if families.classifies(task) or task in _ENCODERS:
+        own = {key: value for key, value in options.items() if key not in _of_texts()}
+        return EncodedBy(name, path, RobertaModel.from_pretrained(checkpoint, **own))
+    raise UserError(
+        f"{path} contains a model of --task {task}: lightseq-serve has models that translate, "
+        "continue prompts or encode texts."
+    )
 
 
 # --- The processes of texts ----------------------------------------------------------------------
@@ -159,6 +268,7 @@ _SERVED: dict[str, Served] = {}
 def begin(served: Mapping[str, Served]) -> None:
     """Call this first in a process that was forked with the models."""
     _SERVED.update(served)
+    warnings.simplefilter("ignore")  # such as those of unknown words, for each text
     follow_parent()
 
 
@@ -174,14 +284,14 @@ def follow_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def asked(name: str, texts: Sequence[str], options: Mapping[str, Any]) -> list[Asked]:
+def asked(name: str, texts: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
     """See `Served.asked`; for several texts."""
     return [_SERVED[name].asked(text, options) for text in texts]
 
 
 def answers(
-    name: str, asked: Sequence[Asked], found: Sequence[Sequence[Found]], options: Mapping[str, Any]
-) -> list[Answer]:
+    name: str, asked: Sequence[Any], found: Sequence[Any], options: Mapping[str, Any]
+) -> list[Any]:
     """See `Served.answer`; for several texts."""
     served = _SERVED[name]
     return [served.answer(*pair, options) for pair in zip(asked, found, strict=True)]

@@ -66,7 +66,7 @@ class Classifier:
         import numpy as np
         from fairseq.data import data_utils
 
-        tokens = [self._tokens(number, each) for number, each in enumerate(texts, first)]
+        tokens = [self.tokens(number, each) for number, each in enumerate(texts, first)]
         for each in tokens:
             unknown.count(each, self._task.source_dictionary)
         lengths = np.array([len(each) for each in tokens])
@@ -77,11 +77,15 @@ class Classifier:
         )
         found: dict[int, Any] = {}
         for batch in batches:
-            found |= zip(batch, self._predictions([tokens[number] for number in batch]))
+            outputs = self.outputs([tokens[number] for number in batch])
+            found |= zip(batch, self.predictions(outputs))
         return [found[number] for number in range(len(tokens))]
 
-    def _tokens(self, number: int, texts: Sequence[str]) -> Tensor:
-        """The tokens [T] of a text or a pair, as the task makes them of binarised lines."""
+    def tokens(self, number: int, texts: Sequence[str]) -> Tensor:
+        """The tokens [T] of a text or a pair, as the task makes them of binarised lines.
+
+        number: of the text, for messages.
+        """
         import torch
 
         settings, parts = self._task.cfg, []
@@ -103,9 +107,8 @@ class Classifier:
             )
         return tokens
 
-    def _predictions(self, tokens: Sequence[Tensor]) -> Iterator[Predicted]:
-        """The predictions for the texts of a batch."""
-        outputs = self._outputs(tokens)
+    def predictions(self, outputs: Tensor) -> Iterator[Predicted]:
+        """The predictions for the texts of a batch; outputs: as those of `outputs`."""
         if self._task.cfg.regression_target:
             yield from (row[0] if len(row) == 1 else tuple(row) for row in outputs.tolist())
             return
@@ -113,7 +116,7 @@ class Classifier:
         for probability, number in zip(*(each.tolist() for each in outputs.max(-1))):
             yield Prediction(labels[number + labels.nspecial], probability)
 
-    def _outputs(self, tokens: Sequence[Tensor]) -> Tensor:
+    def outputs(self, tokens: Sequence[Tensor]) -> Tensor:
         """The probabilities or numbers of each text, float32 [B, classes]."""
         import torch
         from fairseq import utils

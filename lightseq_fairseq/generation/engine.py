@@ -132,6 +132,11 @@ class Engine:
         self._due = float("inf")  # no deadline is earlier
 
     @property
+    def slots(self) -> int:
+        """How many sentences are searched at a time."""
+        return self.limits.slots
+
+    @property
     def is_busy(self) -> bool:
         """Whether a request has not ended."""
         return bool(self.waiting or self.living or self._fetching or self._ended)

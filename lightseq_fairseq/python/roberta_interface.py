@@ -110,11 +110,7 @@ class RobertaInterface(RobertaHubInterface):
                 "This model has no labels: classify() needs a model of --task sentence_prediction."
             )
         is_one = isinstance(sentences, (str, tuple))
-        classifier = Classifier(
-            self.task,
-            [self.model],
-            lambda text: text if self.bpe is None else self.bpe.encode(text),
-        )
+        classifier = self.classifier()
         texts = _texts([sentences] if is_one else sentences, classifier.inputs)
         unknown = UnknownWords()
         try:
@@ -123,6 +119,14 @@ class RobertaInterface(RobertaHubInterface):
             raise UserError(in_python(str(error), "RobertaModel")) from None
         self._warn(unknown)
         return found[0] if is_one else found
+
+    def classifier(self) -> Classifier:
+        """Of a model of sentence_prediction."""
+        return Classifier(
+            self.task,
+            [self.model],
+            lambda text: text if self.bpe is None else self.bpe.encode(text),
+        )
 
     def fill_mask(self, masked_input: str, topk: int = 5) -> list[tuple[str, float, str]]:
         """The ``topk`` best (text, probability, word) for the one ``<mask>`` in a text."""

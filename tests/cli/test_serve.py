@@ -17,12 +17,14 @@ from typing import Any
 
 import helpers.counting as counting
 import helpers.digits as digits
+import helpers.roberta_runs as roberta
 import httpx
 import pytest
+import torch
 from helpers.cli_runs import run
 from helpers.interpreters import ROOT
 
-from lightseq_fairseq import LanguageModel, Translator
+from lightseq_fairseq import LanguageModel, RobertaModel, Translator
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not in the dictionary")
 LINE = "eins zwei drei vier fünf sechs sieben"
@@ -85,11 +87,22 @@ class Server:
             self.process.wait()
 
 
+@pytest.fixture(scope="module", name="encoders")
+def trained_encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders "pretrained" and "classes" of runs."""
+    data = roberta.binarise(tmp_path_factory.mktemp("data"))
+    place = tmp_path_factory.mktemp("runs")
+    first = roberta.pretrain(data, place / "pretrained")
+    roberta.tune(data.classes, first, place / "classes", *roberta.BY_ACCURACY)
+    return place
+
+
 @pytest.fixture(scope="module", name="server")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def running(encoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("serve") / "log"
     models = f"digits={digits.toy().paths[-1]}", f"counting={counting.toy().folder / 'ours.pt'}"
-    server = Server(log, *models, "--beam", "4", "--max-texts", "40")
+    more = f"encoder={encoders / 'pretrained'}", f"labels={encoders / 'classes'}"
+    server = Server(log, *models, *more, "--beam", "4", "--max-texts", "40")
     try:
         yield server
     finally:
@@ -159,7 +172,8 @@ def test_apis_of_others(server: Server, translator: Translator) -> None:
     assert server.post("/summarize", text=[LINE]) == {"summary": [expected]}
     get = server.client.get
     assert get("/languages").json() == [{"code": "src", "name": "src", "targets": ["tgt"]}]
-    assert [each["id"] for each in get("/v1/models").json()["data"]] == ["digits", "counting"]
+    names = [each["id"] for each in get("/v1/models").json()["data"]]
+    assert names == ["digits", "counting", "encoder", "labels"]
     assert get("/health").json() == {"status": "ok"}
     assert {"/translate", "/v1/completions"} <= get("/openapi.json").json()["paths"].keys()
 
@@ -210,6 +224,36 @@ def test_a_stream(server: Server) -> None:
     assert reasons == [None] * (len(events) - 1) + [choice["finish_reason"]]
 
 
+def test_embeddings(server: Server, encoders: Path) -> None:
+    """They are the means of the features, whatever else is in the batch."""
+    offline = RobertaModel.from_pretrained(encoders / "pretrained").eval()
+    words = offline.task.source_dictionary.symbols[5:25]
+    lines = [" ".join(words[:length]) for length in (1, 7, 20, 3)]
+    found = server.post("/v1/embeddings", model="encoder", input=lines)
+    tokens = 0
+    for number, (each, line) in enumerate(zip(found["data"], lines, strict=True)):
+        ids = offline.task.source_dictionary.encode_line(f"<s> {line}", add_if_not_exist=False)
+        tokens += len(ids)
+        expected = offline.extract_features(ids.long())[0].mean(0)
+        torch.testing.assert_close(torch.tensor(each["embedding"]), expected)
+        assert each["index"] == number
+    assert found["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def test_labels(server: Server, encoders: Path) -> None:
+    offline = RobertaModel.from_pretrained(encoders / "classes")
+    words = offline.task.source_dictionary.symbols[5:25]
+    ones = [" ".join(words[:length]) for length in range(1, 12)]
+    pairs = [*zip(ones, reversed(ones), strict=True)]
+    expected = offline.classify(pairs)
+    found = server.post("/classify", text=ones, text_pair=ones[::-1])["labels"]
+    assert [each["label"] for each in found] == [each.label for each in expected]
+    for each, wanted in zip(found, expected, strict=True):
+        assert each["probability"] == pytest.approx(wanted.probability, rel=1e-4)
+    one = server.post("/classify", model="labels", text=ones[0], text_pair=ones[-1])
+    assert one == {"labels": found[0]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "sentence"),
     [
@@ -245,7 +289,7 @@ def test_a_stream(server: Server) -> None:
         ),
         (
             "/translate", {"q": "a", "model": "none"}, 404,
-            "There is no model none: this server has digits, counting.",
+            "There is no model none: this server has digits, counting, encoder, labels.",
         ),
         (
             "/translate", {"q": "a", "model": "counting"}, 400,
@@ -262,11 +306,28 @@ def test_a_stream(server: Server) -> None:
         ),
         (
             "/v1/completions", {"model": "digits", "prompt": "a"}, 400,
-            "digits is no language model: use /translate.",
+            "digits is no language model: it translates texts.",
         ),
         (
             "/v1/completions", {"model": "counting", "prompt": "one", "n": 2, "stream": True}, 400,
             'Only one completion of one prompt can be streamed: use "n": 1.',
+        ),
+        (
+            "/v1/embeddings", {"model": "digits", "input": "a"}, 400,
+            "digits is no encoder: it translates texts.",
+        ),
+        (
+            "/classify", {"model": "encoder", "text": "a"}, 400,
+            "There are no labels: encoder has none.",
+        ),
+        ("/classify", {"text": "a"}, 400, "labels reads two texts: send text_pair, too."),
+        (
+            "/classify", {"text": ["a", "b"], "text_pair": "c"}, 400,
+            "There are 2 texts in text, and 1 in text_pair.",
+        ),
+        (
+            "/v1/embeddings", {"model": "encoder", "input": "a " * 99}, 400,
+            "The text has 101 tokens, the model reads at most 32: shorten it.",
         ),
         ("/nothing", {}, 404, "Not Found."),
     ],
