@@ -22,7 +22,7 @@ needs_captured_step = pytest.mark.skipif(
     IS_OLDEST, reason="the loop of transformers 5.0 has no place for the captured step"
 )
 # Of a test. Any two show that the modules of a version are read rightly.
-RANDOM_MODELS = 2 if IS_OLDEST else 6
+RANDOM_MODELS = 2 if IS_OLDEST else 10
 
 
 def pair(name: str, **config: Any) -> tuple[Any, Any]:

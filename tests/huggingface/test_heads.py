@@ -36,7 +36,7 @@ def test_random_batches(name: str) -> None:
         pytest.skip("transformers 5.0 has no pooler for this head")
     source = random.Random(name)
     often = name.startswith(("Bert", "Roberta"))
-    configs, batches = (6, 4) if often else (2, 3)
+    configs, batches = (10, 5) if often else (2, 3)
     for number in range(configs):
         config = random_config(source, name)
         plain = build(name, **config)

@@ -247,10 +247,10 @@ def test_our_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: s
 def test_our_trainer_in_bfloat16_with_dropout(tmp_path: Path) -> None:
     torch.manual_seed(17)
     model = build("Bart", dropout=0.2, attention_dropout=0.1)
-    settings = {"bf16": True, "max_steps": 12, "learning_rate": 2e-2}
+    settings = {"bf16": True, "max_steps": 24, "learning_rate": 2e-2}
     losses, trainer = train(tmp_path, lightseq.Seq2SeqTrainer, model, **settings)
-    assert losses[-1] < 0.9 * losses[0]
-    assert_ours(trainer.model, 48)
+    assert losses[-1] < 0.8 * losses[0]
+    assert_ours(trainer.model, 96)
     again, _ = train(tmp_path, lightseq.Seq2SeqTrainer, model, **settings)
     assert again == losses
 
