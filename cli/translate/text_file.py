@@ -45,27 +45,18 @@ class _Unfinished:
 
     Args:
         target: the file of the result.
-        about: what the command was given; a folder of another command is refused.
+        about: what the command was given; blocks of another command are refused.
         ranks: their number. block: lines of a block. lines: those of the input.
     """
 
     def __init__(self, target: Path, about: Any, ranks: int, block: int, lines: int) -> None:
         self._target, self._folder = target, Path(f"{target}.unfinished")
         self._ranks, self._block, self._lines = ranks, block, lines
+        self._about = json.dumps(about, indent=1) + "\n"
         try:
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"{self._folder} cannot be made: {error.strerror}.") from error
-        wanted = json.dumps(about, indent=1) + "\n"
-        settings = self._folder / "command.json"
-        if not settings.exists():
-            with files.atomic_writer(settings) as file:
-                file.write(wanted.encode())
-        if settings.read_text(encoding="utf-8") != wanted:
-            raise UserError(
-                f"{self._folder} has the unfinished translation of another command (see "
-                f"{settings}): resume it with that command, or remove the folder."
-            )
 
     def lines_of(self, rank: int) -> int:
         """Lines of the input that a rank translates."""
@@ -74,6 +65,19 @@ class _Unfinished:
 
     def _part(self, rank: int) -> Path:
         return self._folder / f"{rank}-of-{self._ranks}"
+
+    def _claim(self) -> None:
+        """Note the command in the folder; raises UserError if the blocks in it are of another."""
+        command = self._folder / "command.json"
+        has_blocks = any(part.stat().st_size for part in self._folder.glob("*-of-*"))
+        if not has_blocks or not command.exists():
+            with files.atomic_writer(command) as file:
+                file.write(self._about.encode())
+        elif command.read_text(encoding="utf-8") != self._about:
+            raise UserError(
+                f"{self._folder} has the unfinished translation of another command (see "
+                f"{command}): resume it with that command, or remove the folder."
+            )
 
     @contextlib.contextmanager
     def part(self, rank: int) -> Iterator[tuple[BinaryIO, int]]:
@@ -85,6 +89,7 @@ class _Unfinished:
                 raise UserError(
                     f"Another process is writing {self._part(rank)}: wait until it ends."
                 ) from error
+            self._claim()
             lines, size, wanted = 0, 0, self.lines_of(rank)
             file.seek(0)
             for block in iter(lambda: list(itertools.islice(file, self._block)), []):
@@ -145,7 +150,9 @@ def translate(cfg: Any, target: Path, words: list[str]) -> UnknownWords:
     except OSError as error:
         raise UserError(f"{source} cannot be read: {error.strerror}.") from error
     block = cfg.interactive.buffer_size if cfg.interactive.buffer_size > 0 else BLOCK
-    about = {"command": words, "lines": lines, "bytes": source.stat().st_size,
+    # An error may advise to add this flag, and the blocks that are translated stay the same.
+    command = [word for word in words if word != "--skip-invalid-size-inputs-valid-test"]
+    about = {"command": command, "lines": lines, "bytes": source.stat().st_size,
              "processes": rank.ranks, "block": block}  # fmt: skip
     unfinished = _Unfinished(target, about, rank.ranks, block, lines)
     batches = cfg.dataset

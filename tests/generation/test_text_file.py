@@ -122,9 +122,39 @@ def test_an_unfinished_translation_of_another_command(place: Path, tmp_path: Pat
     folder = tmp_path / "out.unfinished"
     folder.mkdir()
     (folder / "command.json").write_text("{}\n")
+    (folder / "0-of-1").write_text("a line\n")
     result = generate(place, out)
     assert result.exit_code == 2 and "has the unfinished translation of another" in result.output
-    assert os.listdir(folder) == ["command.json"]
+    assert sorted(os.listdir(folder)) == ["0-of-1", "command.json"]
+
+
+@pytest.mark.parametrize("before", [0, 4])
+def test_the_command_that_an_error_advises_resumes(
+    place: Path, tmp_path: Path, read: list[int], before: int
+) -> None:
+    """A line is too long, in the first block or in the second."""
+    text = [*LINES[:before], "w1 " * 2000, *LINES[before:7]]
+    (tmp_path / "in").write_text("".join(f"{line}\n" for line in text))
+    out, given = tmp_path / "out", ("--input", tmp_path / "in")
+    result = generate(place, out, *given)
+    skip = "--skip-invalid-size-inputs-valid-test"
+    assert result.exit_code == 2 and skip in result.output
+    result = generate(place, out, *given, skip)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert out.read_text().splitlines().index("") == before
+    assert read == [4, 4, 4] and sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_a_command_replaces_another_that_has_translated_nothing(
+    place: Path, expected: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = generate(
+        place, out, "--lenpen", "2", "--bpe", "sentencepiece", "--sentencepiece-model", "gone"
+    )
+    assert result.exit_code == 2 and "gone" in result.output
+    assert generate(place, out).exit_code == 0
+    assert out.read_text() == expected and os.listdir(tmp_path) == ["out"]
 
 
 def test_what_is_refused(place: Path, tmp_path: Path) -> None:
