@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from lightseq_fairseq import __version__
+from lightseq_fairseq.base import output
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.words import command_lines
 
@@ -29,7 +30,20 @@ class CommandError(click.ClickException):
         click.echo(f"{self.program}: error: {self.format_message()}", file=file, err=file is None)
 
 
-class OneSentence(click.Command):
+class Written(click.Command):
+    """A command that reports in one sentence that standard output cannot be written."""
+
+    def main(self, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            with output.must_be_written():
+                return super().main(*arguments, **keywords)
+        except output.Unwritable as error:
+            sentence = f"Standard output cannot be written ({error.reason}): write it elsewhere."
+            CommandError(str(self.name), sentence).show()
+            raise
+
+
+class OneSentence(Written):
     """A command that reports wrong usage in one sentence, where click would print several lines,
     and a UserError without a traceback."""
 
@@ -55,7 +69,7 @@ class OneSentence(click.Command):
             raise CommandError(_names(ctx)[0], str(error)) from error
 
 
-class OneSentenceGroup(click.Group):
+class OneSentenceGroup(Written, click.Group):
     """A group of commands that reports wrong usage in one sentence."""
 
     command_class = OneSentence
