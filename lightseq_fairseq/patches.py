@@ -32,6 +32,8 @@ PATCHES = (
         "--bf16 also sets --tpu; an unknown --arch prints 300 names; --lr may stay a string"),
     Patch("repair", "fairseq.models:build_model", "fairseq_compat.command_line:build_model",
         "a checkpoint of an unknown arch fails with IndexError: Replacement index 1 out of range"),
+    Patch("repair", "fairseq.data.encoders:build_bpe", "fairseq_compat.subwords:build_bpe",
+        "a wrong file of --bpe is a traceback, and a wrong one of subword-nmt ends Python"),
     Patch("repair", "fairseq.tasks.fairseq_task:torch", "fairseq_compat.deprecations:TORCH",
         _AUTOCAST, instead=True),
     Patch("repair", "fairseq.optim.amp_optimizer:torch", "fairseq_compat.deprecations:TORCH",

@@ -342,6 +342,10 @@ def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
         (lambda place: {"data": place / "other"}, "dictionary"),
         (lambda place: {"source_lang": "fr"}, "dict.fr.txt"),
         (lambda place: {"bpe": "subword_nmt", "bpe_codes": place / "gone"}, "gone .*not exist"),
+        (
+            lambda place: {"bpe": "subword_nmt", "bpe_codes": place / "text"},
+            r"^bpe subword_nmt cannot read bpe_codes .*text \(invalid line 1 in BPE codes file: text",
+        ),
         (lambda place: {"bpe": "subword_nmt"}, "^bpe_codes is missing: set it"),
         (lambda place: {"device": "cuda:7"}, "device is cuda:7, but torch finds no GPU"),
         (lambda place: {"device": "gpu"}, 'device is gpu: use "cpu" or "cuda"'),

@@ -107,10 +107,6 @@ RULES: tuple[Rule, ...] = (
         "and --max-source-positions and --max-target-positions if they are lower.",
     ),
     Known(
-        "INTERNAL: could not parse ModelProto from (.+)",
-        "{1} is no model of sentencepiece: check --sentencepiece-model.",
-    ),
-    Known(
         "Could not infer language pair",
         "The names of the data files do not show the languages: set them with -s and -t.",
     ),
