@@ -148,13 +148,17 @@ def _classify(cfg: Any, unknown: UnknownWords) -> None:
     classifier = Classifier(loaded.task, loaded.models, loaded.encode)
     logger.info("Type the input sentence and press return:")
     for lines in buffered_read(cfg.interactive.input, max(cfg.interactive.buffer_size, 1)):
-        texts = [
-            parted(line, number, classifier.inputs) for number, line in enumerate(lines, count)
-        ]
-        found = classifier.classify(texts, unknown, count, batches.max_tokens, batches.batch_size)
-        for number, (line, prediction) in enumerate(zip(lines, found), count):
+        numbered = dict(enumerate(lines, count))
+        texts = {
+            number: parted(line, number, classifier.inputs)
+            for number, line in numbered.items()
+            if line
+        }
+        found = classifier.classify(texts, unknown, batches.max_tokens, batches.batch_size)
+        predictions = dict(zip(texts, found))
+        for number, line in numbered.items():
             print(f"S-{number}\t{line}")
-            print(f"D-{number}\t{shown(prediction)}")
+            print(f"D-{number}\t{shown(predictions[number]) if line else ''}")
         count += len(lines)
 
 

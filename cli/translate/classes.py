@@ -6,7 +6,7 @@ fairseq and torch are imported when a model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,14 +47,14 @@ class Classifier:
             self.inputs = 1
 
     def classify(
-        self, texts: Sequence[Sequence[str]], unknown: UnknownWords, first: int = 0,
+        self, texts: Mapping[int, Sequence[str]], unknown: UnknownWords,
         max_tokens: int | None = None, batch_size: int | None = None,
     ) -> list[Predicted]:  # fmt: skip
-        """The predictions for ``texts``, each a text or the two of a pair, in their order.
+        """The predictions for ``texts``, in their order.
 
         Args:
+            texts: the number of each one, for messages, and the text or the two of a pair.
             unknown: counts their tokens.
-            first: the number of the first one, for messages.
             max_tokens, batch_size: of a batch, with pads; without both, 32 texts.
 
         Returns:
@@ -66,10 +66,10 @@ class Classifier:
         import numpy as np
         from fairseq.data import data_utils
 
-        tokens = [self.tokens(number, each) for number, each in enumerate(texts, first)]
+        tokens = [self.tokens(number, each) for number, each in texts.items()]
         for each in tokens:
             unknown.count(each, self._task.source_dictionary)
-        lengths = np.array([len(each) for each in tokens])
+        lengths = np.array([len(each) for each in tokens], np.int64)
         if max_tokens is None and batch_size is None:
             batch_size = _BATCH
         batches = data_utils.batch_by_size(
@@ -77,9 +77,9 @@ class Classifier:
         )
         found: dict[int, Any] = {}
         for batch in batches:
-            outputs = self.outputs([tokens[number] for number in batch])
+            outputs = self.outputs([tokens[place] for place in batch])
             found |= zip(batch, self.predictions(outputs))
-        return [found[number] for number in range(len(tokens))]
+        return [found[place] for place in range(len(tokens))]
 
     def tokens(self, number: int, texts: Sequence[str]) -> Tensor:
         """The tokens [T] of a text or a pair, as the task makes them of binarised lines.
@@ -93,7 +93,7 @@ class Classifier:
             if not text.strip():
                 raise UserError(f"Sentence {number} (counted from 0) is empty: remove it.")
             words = self._task.source_dictionary.encode_line(
-                self._encode(text), append_eos=True, add_if_not_exist=False
+                self._encode(text.strip()), append_eos=True, add_if_not_exist=False
             ).long()
             parts += [words] if mark is None else [words.new_tensor([mark]), words]
         tokens = torch.cat(parts)

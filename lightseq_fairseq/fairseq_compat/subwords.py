@@ -31,7 +31,7 @@ def build_bpe(original: Callable[..., Any], cfg: Any, *more: Any, **keywords: An
         with contextlib.redirect_stderr(printed):
             return original(cfg, *more, **keywords)
     except (Exception, SystemExit) as error:
-        if name not in _FILES or isinstance(error, (UserError, ImportError, OSError)):
+        if name not in _FILES or isinstance(error, (ImportError, OSError)):
             raise
         files = [f"--{each.replace('_', '-')} {getattr(cfg, each)}" for each in _FILES[name]]
         said = re.search("[Ee]rror: (.*)", printed.getvalue())

@@ -114,7 +114,7 @@ class RobertaInterface(RobertaHubInterface):
         texts = _texts([sentences] if is_one else sentences, classifier.inputs)
         unknown = UnknownWords()
         try:
-            found = classifier.classify(texts, unknown, batch_size=batch_size)
+            found = classifier.classify(dict(enumerate(texts)), unknown, batch_size=batch_size)
         except UserError as error:
             raise UserError(in_python(str(error), "RobertaModel")) from None
         self._warn(unknown)

@@ -138,6 +138,22 @@ def test_python_answers_as_the_command(data: roberta.Data, runs: Path, pairs: Pa
         model.classify(("a ?", "b"))
 
 
+@pytest.mark.parametrize("size", ["1", "9"])
+def test_an_empty_line_has_an_empty_answer(
+    data: roberta.Data, runs: Path, tmp_path: Path, size: str
+) -> None:
+    """The answers stay in the order of the lines."""
+    text, answers = tmp_path / "text", tmp_path / "answers"
+    text.write_text("\na\tb\n \nc\td\n\n")
+    words = [data.classes, "--path", runs / "classes", "--input", text, "--cpu"]
+    result = run("interactive", *words, "--buffer-size", size, "--output-text", answers)
+    assert result.exit_code == 0, (result.output, result.exception)
+    model = RobertaModel.from_pretrained(runs / "classes")
+    first, second = (x.label for x in model.classify([("\ta", "b\xa0"), ("c", "d")]))
+    assert answers.read_text().split("\n") == ["", first, "", second, "", ""]
+    assert [line for line in result.stdout.splitlines() if "-2" in line] == ["S-2\t", "D-2\t"]
+
+
 def test_single_texts(data: roberta.Data, runs: Path, tmp_path: Path) -> None:
     single = shutil.copytree(data.classes, tmp_path / "single")
     shutil.rmtree(single / "input1")
