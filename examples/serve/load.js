@@ -1,0 +1,62 @@
+// Requests that arrive at random, as those of many users do, however fast the server answers (an
+// open loop). README.md explains the variables.
+import { check, sleep } from 'k6';
+import { SharedArray } from 'k6/data';
+import exec from 'k6/execution';
+import http from 'k6/http';
+
+const url = __ENV.URL || 'http://127.0.0.1:8000/translate';
+const rate = Number(__ENV.RATE || 20);
+const seconds = Number(__ENV.SECONDS || 60);
+const size = Number(__ENV.SIZE || 1);
+const most = Number(__ENV.CLIENTS || 1000);
+const field = __ENV.FIELD || 'q';
+const body = JSON.parse(__ENV.BODY || '{}');
+
+const headers = { 'Content-Type': 'application/json' };
+if (__ENV.LIGHTSEQ_API_KEY) headers.Authorization = `Bearer ${__ENV.LIGHTSEQ_API_KEY}`;
+
+const texts = new SharedArray('texts', () =>
+  open(__ENV.TEXTS)
+    .split('\n')
+    .filter((line) => line.trim() !== ''),
+);
+
+export const options = {
+  discardResponseBodies: true,
+  scenarios: {
+    users: {
+      executor: 'constant-arrival-rate',
+      rate,
+      duration: `${seconds}s`,
+      preAllocatedVUs: Math.min(2 * rate + 10, most),
+      maxVUs: most,
+    },
+  },
+  summaryTrendStats: ['med', 'p(95)', 'p(99)', 'max'],
+};
+
+export default function () {
+  // Moved by a random time each, regular arrivals become those of a Poisson process.
+  sleep(Math.random());
+  const first = exec.scenario.iterationInTest * size;
+  const some = Array.from({ length: size }, (_, n) => texts[(first + n) % texts.length]);
+  const sent = JSON.stringify({ ...body, [field]: size > 1 ? some : some[0] });
+  check(http.post(url, sent, { headers }), { answered: (answer) => answer.status === 200 });
+}
+
+export function handleSummary(data) {
+  const of = (name) => (data.metrics[name] || { values: {} }).values;
+  const times = of('http_req_duration');
+  const lost = (of('dropped_iterations').count || 0) + (of('checks').fails || 0);
+  const row = {
+    requests: of('http_reqs').count,
+    texts_per_second: (of('checks').passes || 0) * size / seconds,
+    p50_ms: times.med,
+    p95_ms: times['p(95)'],
+    p99_ms: times['p(99)'],
+    longest_ms: times.max,
+    not_answered: lost,
+  };
+  return { stdout: `${JSON.stringify(row)}\n` };
+}
