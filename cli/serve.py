@@ -13,7 +13,7 @@ import click
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.commands import CommandError
-from lightseq_fairseq.cli.start.launch import launcher
+from lightseq_fairseq.cli.start.launch import Abandoned, launcher
 
 _PROGRAM = "lightseq-serve"
 _WAITING = 4096  # sentences that may wait
@@ -158,7 +158,7 @@ def _serve(
         signal.signal(number, lambda *_: None)
     uvicorn.Server(config).run(sockets=[listening])
     if engines.is_gone:
-        raise CommandError(_PROGRAM, "The process of the models has ended: see the log.", 1)
+        raise Abandoned(_PROGRAM, "A process of the server has ended: see the log.", 1)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -187,7 +188,10 @@ class Device:
             self._outgoing.append(Told(number, ticket.tokens[told:]))
             self._told[ticket] = len(ticket.tokens)
         for ticket in ended:
-            self._end(ticket, None if ticket.error is None else _told(ticket.error))
+            error = ticket.error
+            if error is not None and not isinstance(error, Expired):
+                error = RuntimeError(error)  # the request is right, such as when the model has NaN
+            self._end(ticket, None if error is None else _told(error))
 
     def _end(self, ticket: Ticket | Text, error: tuple[str, str] | None) -> None:
         number, ended = self._numbers[ticket], ticket.ended or time.monotonic()
@@ -241,6 +245,10 @@ def main(
         Device(served, limits, place, connection).run()
     except (EOFError, BrokenPipeError):  # the server has ended
         os._exit(0)
+    except torch.OutOfMemoryError:  # others end only their requests
+        says = "The models do not fit into the GPU's memory: serve fewer, or add --bf16."
+        print(f"lightseq-serve: error: {says}", file=sys.stderr, flush=True)
+        os._exit(1)
     except Exception:
         logger.exception("the process of the models ends")
         os._exit(1)

@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightseq_fairseq.generation.engine import Limits
 
 
 class Gone(Exception):
-    """The process of the device has ended."""
+    """A process has ended that the server needs."""
 
 
 class Engines:
@@ -38,7 +39,7 @@ class Engines:
 
     Attributes:
         state: the last one, None before the first.
-        is_gone: whether the process of the device has ended.
+        is_gone: whether a process has ended that the server needs.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Engines:
 
         Raises:
             UserError: a text or an option cannot be used; its subclasses ``Full`` and ``Expired``.
-            Gone: the process of the device has ended.
+            Gone: a process has ended.
         """
         asked = await self._in_texts(models.asked, name, texts, options)
         numbers = [next(self._numbers) for _ in texts]
@@ -147,7 +148,11 @@ class Engines:
             self._forget([number], [number] if ended else [])
 
     async def _in_texts(self, function: Any, *arguments: Any) -> Any:
-        return await self._loop.run_in_executor(self._texts, function, *arguments)
+        try:
+            return await self._loop.run_in_executor(self._texts, function, *arguments)
+        except BrokenProcessPool:
+            self._lose()
+            raise Gone from None
 
     def _submit(self, message: Submit, inbox: asyncio.Queue[Any]) -> None:
         if self.is_gone:
@@ -176,7 +181,9 @@ class Engines:
                 inbox.put_nowait(message)
 
     def _lose(self) -> None:
-        """The process of the device has ended: so do all requests, and the server."""
+        """A process has ended: so do all requests, and the server."""
+        if self.is_gone:
+            return
         self.is_gone = True
         self._loop.remove_reader(self._connection.fileno())
         for inbox in {*self._waiting.values()}:

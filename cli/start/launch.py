@@ -50,7 +50,8 @@ class Interrupted(CommandError):
 
 
 class Abandoned(CommandError):
-    """Ends a command whose GPU hangs, by os._exit: a normal exit would wait for the GPU."""
+    """Ends a command whose GPU hangs, or of which a process has died, by os._exit: a normal exit
+    would wait for it."""
 
     def show(self, file: Any = None) -> None:
         super().show(file)
