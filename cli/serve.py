@@ -12,19 +12,28 @@ from typing import Any
 import click
 
 from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.start.commands import CommandError
-from lightseq_fairseq.cli.start.launch import Abandoned, launcher
+from lightseq_fairseq.cli.start.commands import CommandError, version
+from lightseq_fairseq.cli.start.launch import Abandoned, PassThrough
 
 _PROGRAM = "lightseq-serve"
 _WAITING = 4096  # sentences that may wait
 _FORCED = 64  # tokens with which a translation may begin
+_SETTINGS = {"ignore_unknown_options": True, "max_content_width": 100}
 _SLOTS = {"cuda": 256, "cpu": 16}
 _DRAIN = 60  # seconds in which requests may end after SIGTERM
 
 
-@launcher("serve")
+@click.command(_PROGRAM, PassThrough, context_settings=_SETTINGS)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="MODEL ... [FLAGS]")
+@version
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+@click.option(
+    "--port",
+    default=8000,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="0 is any free one.",
+)
 @click.option(
     "--api-key", envvar="LIGHTSEQ_API_KEY", metavar="KEY",
     help="Requests must have it; better set the variable LIGHTSEQ_API_KEY, which no list of "
@@ -39,14 +48,18 @@ _DRAIN = 60  # seconds in which requests may end after SIGTERM
 )  # fmt: skip
 @click.option(
     "--max-length", type=click.IntRange(1, 65536), metavar="TOKENS",
-    help="Of a text, and of a result, at most.  [default: what the model has]",
+    help="The most of a text, and of a result.  [default: what the model has]",
 )  # fmt: skip
 @click.option(
     "--max-beam", default=16, show_default=True, type=click.IntRange(1, 64),
     help="The largest beam, and number of results, that a request may ask for.",
 )  # fmt: skip
 @click.option(
-    "--max-texts", default=128, show_default=True, type=click.IntRange(1), help="Of a request."
+    "--max-texts",
+    default=128,
+    show_default=True,
+    type=click.IntRange(1),
+    help="The most texts of a request.",
 )
 @click.option(
     "--max-body", default=1 << 20, show_default=True, type=click.IntRange(1), metavar="BYTES",

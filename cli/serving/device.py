@@ -188,10 +188,10 @@ class Device:
             self._outgoing.append(Told(number, ticket.tokens[told:]))
             self._told[ticket] = len(ticket.tokens)
         for ticket in ended:
-            error = ticket.error
-            if error is not None and not isinstance(error, Expired):
-                error = RuntimeError(error)  # the request is right, such as when the model has NaN
-            self._end(ticket, None if error is None else _told(error))
+            says = None if ticket.error is None else _told(ticket.error)
+            if says is not None and not isinstance(ticket.error, Expired):
+                says = "RuntimeError", says[1]  # the request is right: the model computes NaN
+            self._end(ticket, says)
 
     def _end(self, ticket: Ticket | Text, error: tuple[str, str] | None) -> None:
         number, ended = self._numbers[ticket], ticket.ended or time.monotonic()
