@@ -108,7 +108,10 @@ def load(cfg: Any) -> Loaded:
         return text
 
     def source(text: str) -> str:
-        if not is_pair or not hasattr(bpe, "source"):
+        if not is_pair:
+            return encode(text)
+        text = text.strip()  # as fairseq-interactive does
+        if not hasattr(bpe, "source"):
             return encode(text)
         return str(bpe.source(text if splitter is None else splitter.encode(text)))
 

@@ -79,11 +79,7 @@ class Translator(Pretrained):
 
 
 def _lines(sentences: Any) -> list[str]:
-    """The sentences as a list, without white space at their ends.
-
-    Raises:
-        UserError: there is none, or one is empty or not text.
-    """
+    """The sentences as a list; raises UserError if there is none, or one is empty or not text."""
     lines = list(sentences) if isinstance(sentences, Iterable) else [sentences]
     if not lines:
         raise UserError("There is no sentence to translate: pass at least one.")
@@ -94,7 +90,7 @@ def _lines(sentences: Any) -> list[str]:
             )
         if not line.strip():
             raise UserError(f"Sentence {number} (counted from 0) is empty: remove it.")
-    return [line.strip() for line in lines]  # as lightseq-interactive, and fairseq's
+    return lines
 
 
 __all__ = ["Hypothesis", "Translation", "Translator"]
