@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +53,11 @@ def main(words: list[str], hf_tokenizer: Path | None, sentencepiece: str | None)
 
 
 def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Namespace) -> None:
+    if not args.only_source and args.source_lang == args.target_lang is not None:
+        raise UserError(
+            f"--source-lang and --target-lang are both {args.source_lang}, so source and target "
+            "would be the same file: give the files of the two sides different suffixes."
+        )
     notes = []
     for paths in _splits(args):
         counts = {}
@@ -76,6 +82,16 @@ def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Nam
     _join(args)
     with contextlib.ExitStack() as within:
         within.enter_context(files.no_empty_folder(args.destdir))
+        try:
+            os.makedirs(args.destdir, exist_ok=True)
+        except OSError as error:
+            why = f"--destdir {args.destdir} cannot be made ({error.strerror})"
+            raise UserError(f"{why}: choose another folder.") from error
+        if not os.access(args.destdir, os.W_OK):
+            raise UserError(
+                f"--destdir {args.destdir} cannot be written to: choose another folder."
+            )
+        within.enter_context(_complete(args))
         if given:
             from lightseq_fairseq.checkpoints import raw_text  # imports fairseq
             from lightseq_fairseq.fairseq_compat import patching
@@ -84,6 +100,36 @@ def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Nam
             name = "fairseq_cli.preprocess:_make_binary_dataset"
             within.enter_context(patching.within(name, binarise))
         fairseq_main(args)
+
+
+@contextlib.contextmanager
+def _complete(args: Namespace) -> Iterator[None]:
+    """Removes the files that the block has written if it fails or is interrupted."""
+    folder, before = Path(args.destdir), _written(args)
+    is_new = not any(folder.iterdir())
+    try:
+        yield
+    except BaseException:
+        for path in _written(args) - before:
+            path.unlink(missing_ok=True)
+        log = folder / "preprocess.log"  # commands for other languages write to it, too
+        if is_new and [*folder.iterdir()] == [log]:
+            log.unlink()
+        raise
+
+
+def _written(args: Namespace) -> set[Path]:
+    """The files in --destdir that this command writes, not those for other languages."""
+    source, target = args.source_lang, args.target_lang
+    dictionaries = {f"dict.{each}.txt" if each else "dict.txt" for each in (source, target)}
+    split = re.compile(r"(train|valid|test)\d*(\.pt\d+)?\.(bin|idx)")  # of running text
+    return {
+        path
+        for path in Path(args.destdir).iterdir()
+        if path.name in dictionaries
+        or f".{source}-{target}." in f"{path.name}."
+        or (source is None and split.fullmatch(path.name))
+    }
 
 
 def _join(args: Namespace) -> None:

@@ -70,6 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "labels" / "label").mkdir(parents=True)
     (place / "labels" / "label" / "dict.txt").write_text("yes 1\nno 1\n")
     (place / "a_file").write_text("text\n")
+    (place / "twice").write_text("w1 3\nw1 2\n")
     (place / "half_lexicon").write_text("w1 v1\nw2\n")
 
     # 20 words, far more than the positions of the checkpoints below; an empty line; a single word.
@@ -181,6 +182,7 @@ def test_bad_input_is_answered_with_one_sentence(
     assert matches(result.stderr.splitlines()[-1], f"lightseq-{command}: error: {sentence}")
     assert "Traceback" not in result.output
     assert {path: after.get(path) for path in before} == before
+    assert not (place / "out").exists()
     shutil.rmtree(place / "not_yet_there", ignore_errors=True)
     shutil.rmtree(place / "out", ignore_errors=True)
 

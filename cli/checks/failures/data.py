@@ -8,7 +8,6 @@ from lightseq_fairseq.base import utf8
 from lightseq_fairseq.cli.checks import Request
 from lightseq_fairseq.cli.checks.checkpoints import initial, saved
 from lightseq_fairseq.cli.checks.failures.known import Known, Rule
-from lightseq_fairseq.cli.words.command_lines import ended
 
 
 def over_max_tokens(longest: int, max_tokens: int | None) -> str:
@@ -109,11 +108,6 @@ RULES: tuple[Rule, ...] = (
     Known(
         "Could not infer language pair",
         "The names of the data files do not show the languages: set them with -s and -t.",
-    ),
-    Known(
-        "Incorrect dictionary format|Duplicate word found when loading Dictionary|"
-        "Incorrect encoding detected in",
-        lambda found, request: f"A dictionary cannot be read: {ended(found.string)}",
     ),
     Known(  # of another file than the texts, such as the codes of --bpe
         r"'utf-8' codec can't decode (.*?): ",
