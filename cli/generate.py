@@ -111,7 +111,7 @@ def _translate(
     fairseq_main: Callable[[Any], Any], args: Namespace, words: list[str],
     output: Path | None, reference: TextIO | None, texts: Path | None,
 ) -> None:  # fmt: skip
-    references = None if reference is None else score.lines_of(reference)
+    references = None if reference is None else _references(args, reference)
     path = output if args.results_path is None else _results(args, output)
     asked_for_score = is_given(words, ("--scoring",))
     shared = args.distributed_world_size > 1 and not is_given(words, ("--distributed-rank",))
@@ -153,6 +153,19 @@ def _translate(
             unscored = error  # still write the translations
     if unscored is not None:
         raise unscored
+
+
+def _references(args: Namespace, file: TextIO) -> list[str]:
+    """The lines of --reference; raises UserError if they are not as many as the sentences."""
+    from lightseq_fairseq.cli.checks import pairs  # imports fairseq
+
+    lines, count = score.lines_of(file), pairs.sentences_of(args)
+    if count not in (None, len(lines)):
+        raise UserError(
+            f"--reference {file.name} has {len(lines)} lines, but the split {args.gen_subset} of "
+            f"{args.data} has {count} sentences: use the references of this split."
+        )
+    return lines
 
 
 def _note(unknown: UnknownWords, advice: str = "") -> None:

@@ -62,6 +62,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("flags:supported"),  # by our model, unless --native; notes on settings without effect
         Check("values:path", "generate interactive validate eval-lm"),
         Check("values:input_file", "interactive"),
+        Check("checkpoints:same_data", "validate"),
         Check("checkpoints:answers", "generate interactive"),
         Check("checkpoints:direction", "generate interactive", data="sentence pairs"),
         Check("raw_text:known_tokenizer", "generate interactive"),

@@ -134,6 +134,28 @@ def answers(request: Request) -> None:
             )
 
 
+def same_data(request: Request) -> None:
+    """Raises UserError if the data are not of the kind with which the checkpoint was trained."""
+    from fairseq import utils
+
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+    first = request.args.path.partition(os.pathsep)[0]
+    settings = settings_of(saved(first), "task")
+    name = str(settings.get("_name") or settings.get("task"))
+    tasks = families.tasks()
+    read, trained = tasks.get(request.args.task), tasks.get(name)
+    if read is None or trained is None or read.data == trained.data:
+        return
+    if "sentence pairs" in read.data and "sentence pairs" in trained.data:
+        return  # of one pair of languages, or of several
+    raise UserError(
+        f"{utils.split_paths(request.args.data)[0]} contains {read.data} (--task {read.name}), but "
+        f"{first} is a model of --task {name}, which reads {trained.data}: choose other data, or "
+        "another checkpoint."
+    )
+
+
 def direction(request: Request) -> None:
     """Raises UserError if the command swaps the languages of the model."""
     from fairseq.data import data_utils

@@ -12,6 +12,7 @@ from lightseq_fairseq.base import families, utf8
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, search, values
 from lightseq_fairseq.cli.checks.checkpoints import saved
+from lightseq_fairseq.cli.words.registries import data_of
 
 
 def folders_of(args: argparse.Namespace) -> list[str]:
@@ -224,6 +225,22 @@ def target_language(args: argparse.Namespace) -> str | None:
     folders = utils.split_paths(getattr(args, "data", None) or "")
     targets = {target for _, target in _pairs(args, folders[0])} if folders else set()
     return targets.pop() if len(targets) == 1 else None
+
+
+def sentences_of(args: argparse.Namespace) -> int | None:
+    """The number of sentences of --gen-subset; None if it is no binarised file of pairs."""
+    from fairseq import utils
+
+    from lightseq_fairseq.cli.checks import binarised
+
+    if data_of(args.task) != "sentence pairs":
+        return None
+    path = os.path.join(utils.split_paths(args.data)[0], args.gen_subset)
+    for source, target in _pairs(args, os.path.dirname(path)):
+        for stem in _parts("generate", args, path, source, target):
+            found = binarised.find(stem + source, args.dataset_impl)
+            return None if found is None else len(found.lengths)
+    return None
 
 
 def _parts(

@@ -392,7 +392,7 @@ def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
     """
     settings = _settings(path, options)
     if (task := _task(settings)) not in kind.tasks and options.get("task") is None:
-        raise UserError(f"{path} contains a model of --task {task}: {kind.advice}.")
+        raise UserError(f"{path} contains a model of the task {task}: {kind.advice}.")
     return settings
 
 

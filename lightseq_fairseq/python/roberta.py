@@ -161,7 +161,9 @@ def _places(
     trained, sizes = settings_of(checkpoint, "task"), settings_of(checkpoint, "model")
     arch = sizes.get("arch") or sizes.get("_name")
     if not issubclass(ARCH_MODEL_REGISTRY.get(arch, Native), Native):
-        raise UserError(f"{path} contains no RoBERTa but --arch {arch}: choose another checkpoint.")
+        raise UserError(
+            f"{path} contains no RoBERTa but the arch {arch}: choose another checkpoint."
+        )
     _check_options(options, {*trained, *sizes})
     if data is None:
         has_them = any(os.path.exists(os.path.join(folder, name)) for name in _DICTIONARIES)

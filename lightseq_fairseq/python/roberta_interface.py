@@ -107,7 +107,7 @@ class RobertaInterface(RobertaHubInterface):
         """
         if not families.classifies(self.task.cfg._name):
             raise UserError(
-                "This model has no labels: classify() needs a model of --task sentence_prediction."
+                "This model has no labels: classify() needs one of the task sentence_prediction."
             )
         is_one = isinstance(sentences, (str, tuple))
         classifier = self.classifier()

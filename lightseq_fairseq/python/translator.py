@@ -28,8 +28,8 @@ class Translator(Pretrained):
         ),
         call="translate",
         inputs="sentences",
-        advice="use the checkpoint of a translation model. If this model translates, pass task and "
-        "its options, as for lightseq-interactive",
+        advice="use the checkpoint of a translation model, or load a language model by "
+        "LanguageModel. If this model translates, pass task and its options",
         settings=("source_lang", "target_lang"),
         batch={"max_tokens": 12000},  # the default of fairseq-generate
     )

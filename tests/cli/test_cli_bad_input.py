@@ -85,6 +85,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             *(word for split in SPLITS for word in (f"--{split}pref", place / name)),
         )  # fmt: skip
 
+    succeed(
+        "preprocess", "--only-source", "--destdir", place / "running",
+        *(word for x in ("train", "valid") for word in (f"--{x}pref", place / "text/train.de")),
+    )  # fmt: skip
+
     positions = ["--max-source-positions", "15", "--max-target-positions", "15"]
     for name, data, kind in (
         ("ours", "bin", LS),
@@ -159,6 +164,10 @@ THEIRS = "--path native/checkpoint_last.pt --native"
 OVERFLOW = "--memory-efficient-fp16 --fp16 --fp16-init-scale 1073741824 --min-loss-scale 536870912"
 DRAWN = "--input text/test.de --sampling --nbest 5"
 SHORT = "--max-len-b 3"
+TRAIN_RUNNING = (
+    "train running --task language_modeling --arch ls_transformer_lm --decoder-layers 1 "
+    "--tokens-per-sample 16 --max-tokens 99 --max-update 1 --cpu"
+)
 TRAIN_TEXT = "train bin --task language_modeling --arch ls_transformer_lm"
 SKIP = "--skip-invalid-size-inputs-valid-test"
 

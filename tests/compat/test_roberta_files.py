@@ -265,7 +265,7 @@ def test_other_models_and_dictionaries_are_refused(
         OurRobertaModel.from_pretrained(pretrained, "nothing.pt", data.text, bpe=None)
     with pytest.raises(UserError, match="no subwords named gtp2: set bpe to None or to one of b"):
         OurRobertaModel.from_pretrained(pretrained, "model.pt", data.text, bpe="gtp2")
-    with pytest.raises(UserError, match="contains no RoBERTa but --arch transformer_lm: choose"):
+    with pytest.raises(UserError, match="contains no RoBERTa but the arch transformer_lm: choose"):
         load(OurRobertaModel, tmp_path / "lm", data.text)
     first, second, *others = (data.text / "dict.txt").read_text().splitlines()
     (tmp_path / "dict.txt").write_text("\n".join([second, first, *others]) + "\n")

@@ -173,9 +173,9 @@ def test_bad_input(model: LanguageModel, prompts: Any, options: Any, said: str) 
 
 def test_checkpoints_of_other_tasks(toy: Toy) -> None:
     translation = digits.toy()
-    with pytest.raises(UserError, match="contains a model of --task translation: use the check"):
+    with pytest.raises(UserError, match="contains a model of the task translation: use the check"):
         LanguageModel.from_pretrained(translation.paths[-1], translation.folder)
-    with pytest.raises(UserError, match="contains a model of --task language_modeling: use the"):
+    with pytest.raises(UserError, match="contains a model of the task language_modeling: use the"):
         Translator.from_pretrained(toy.path, toy.folder)
 
 

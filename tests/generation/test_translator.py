@@ -324,7 +324,7 @@ def language_model(toy: Toy, place: Path) -> Path:
 
 def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
     path = language_model(toy, tmp_path)
-    with pytest.raises(UserError, match="contains a model of --task language_modeling: use the"):
+    with pytest.raises(UserError, match="contains a model of the task language_modeling: use the"):
         Translator.from_pretrained(path, toy.folder, **LANGUAGES)
     with pytest.raises(UserError, match=r"checkpoint_last\.pt, .*TransformerLanguageModel"):
         load(toy, path, task="translation")

@@ -39,6 +39,8 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
                 f"{data_folder(request)} has {built_words} words{_added(request)}, but the "
                 f"checkpoint was trained with {saved_words}; {_ITS_DICTIONARIES}"
             )
+    if (others := _other_family(request)) is not None:
+        return f"{where[:1].upper()}{where[1:]} {others}"
     if mismatches:
         name, saved, built = mismatches[0]
         difference = f"{name} is [{saved}] in the checkpoint and [{built}] in this model"
@@ -55,6 +57,27 @@ def _state_dict(failure: Cause, request: Request) -> str | None:
     return (
         f"The model does not match {where} ({difference}): {remedy}, or start a new run in "
         "another --save-dir."
+    )
+
+
+def _other_family(request: Request) -> str | None:
+    """Says that the checkpoint with which training begins is of another family than --arch."""
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+    from lightseq_fairseq.plugins.conditions import family_of
+
+    if request.command != "train":
+        return None
+    flag, path = checkpoints.initial(request.args)
+    trained = settings_of(checkpoints.saved(path), "model")
+    saved = str(trained.get("arch") or trained.get("_name")).removeprefix(PREFIX)
+    asked = request.args.arch.removeprefix(PREFIX)
+    its, ours = (family_of(PREFIX + arch) for arch in (saved, asked))
+    if its is None or ours is None or its == ours:
+        return None
+    start = "another --save-dir" if flag == "--save-dir" else f"another {flag}"
+    return (
+        f"is of the family {its.name} (--arch {saved}), but --arch {request.args.arch} is of the "
+        f"family {ours.name}: use an arch of its family, or {start}."
     )
 
 
