@@ -6,8 +6,10 @@ import contextlib
 import functools
 import os
 import re
+import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,8 @@ def _complete(args: Namespace) -> Iterator[None]:
     """Removes the files that the block has written if it fails or is interrupted."""
     folder, before = Path(args.destdir), _written(args)
     is_new = not any(folder.iterdir())
+    # On Ctrl-C, processes of --workers end without a traceback. Forgotten with ``args``.
+    util.register_after_fork(args, lambda _: signal.signal(signal.SIGINT, signal.SIG_DFL))
     try:
         yield
     except BaseException:

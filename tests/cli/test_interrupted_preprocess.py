@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,25 @@ def test_the_same_command_runs_again(
         assert (sorted(os.listdir(folder)) if folder.exists() else None) == left
         succeed("preprocess", *words, "--destdir", folder)
         assert {*os.listdir(folder)} == {*os.listdir(tmp_path / "whole"), *(left or [])}
+
+
+def test_its_processes_end_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C reaches them, too."""
+    write_text(tmp_path)
+    seen = []
+
+    def interrupted(*arguments: Any, **keywords: Any) -> None:
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            seen.append(pool.apply(signal.getsignal, (signal.SIGINT,)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FileBinarizer, "multiprocess_dataset", interrupted)
+    words = "-s", "de", "-t", "en", "--trainpref", tmp_path / "train"
+    result = run("preprocess", *words, "--destdir", tmp_path / "data", "--workers", "2")
+    assert result.exit_code == 130 and seen == [signal.SIG_DFL]
+    assert not (tmp_path / "data").exists()
 
 
 def test_files_that_were_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
