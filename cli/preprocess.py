@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import signal
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from multiprocessing import util
@@ -86,13 +87,10 @@ def _preprocess(given: list[Path], fairseq_main: Callable[[Any], Any], args: Nam
         within.enter_context(files.no_empty_folder(args.destdir))
         try:
             os.makedirs(args.destdir, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.destdir).close()
         except OSError as error:
-            why = f"--destdir {args.destdir} cannot be made ({error.strerror})"
+            why = f"--destdir {args.destdir} cannot be made or written to ({error.strerror})"
             raise UserError(f"{why}: choose another folder.") from error
-        if not os.access(args.destdir, os.W_OK):
-            raise UserError(
-                f"--destdir {args.destdir} cannot be written to: choose another folder."
-            )
         within.enter_context(_complete(args))
         if given:
             from lightseq_fairseq.checkpoints import raw_text  # imports fairseq
