@@ -126,7 +126,8 @@ def _serve(
     try:
         import uvicorn
 
-        from lightseq_fairseq.cli.serving.app import Bounds, application
+        from lightseq_fairseq.cli.serving.app import application
+        from lightseq_fairseq.cli.serving.guard import Bounds
     except ImportError as error:
         raise UserError(
             f"{error.name} is not installed: pip install fastapi uvicorn prometheus-client."

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import prometheus_client as prometheus
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightseq_fairseq import __version__
 from lightseq_fairseq.base.errors import UserError
@@ -32,6 +30,8 @@ from lightseq_fairseq.cli.serving.bodies import (
     Translate,
 )
 from lightseq_fairseq.cli.serving.engines import Engines, Gone
+from lightseq_fairseq.cli.serving.guard import Bounds, Guard, Refused, refusal
+from lightseq_fairseq.cli.serving.metrics import Metrics
 from lightseq_fairseq.cli.serving.models import Answer, EncodedBy, Served
 from lightseq_fairseq.generation.engine import Expired, Full
 from lightseq_fairseq.generation.texts import Prediction
@@ -39,143 +39,13 @@ from lightseq_fairseq.generation.texts import Prediction
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-_RETRY = 1  # seconds after which a client may try again when too many requests wait
-_BODY_SECONDS = 30.0  # in which the body of a request must arrive
-_OPEN = ("/health", "/ready", "/metrics")  # without a key
-_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-
-
-class Bounds(NamedTuple):
-    """What a client may ask for.
-
-    texts, characters: of a request. body: bytes. beam: hypotheses. seconds: until an answer.
-    key: that requests must have; None for none.
-    """
-
-    texts: int
-    characters: int
-    body: int
-    beam: int
-    seconds: float
-    key: str | None
-
-
-class Refused(HTTPException):
-    """A request that is not answered: its status, and a sentence."""
-
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(status, sentence)
-
-
-class Metrics:
-    """What Prometheus reads at ``/metrics``."""
-
-    def __init__(self, engines: Engines) -> None:
-        self.registry = registry = prometheus.CollectorRegistry()
-        self.requests = prometheus.Counter(
-            "lightseq_requests", "Requests by path and status.", ["path", "status"],
-            registry=registry,
-        )  # fmt: skip
-        self.seconds = prometheus.Histogram(
-            "lightseq_request_seconds", "Time of a request.", ["path"], buckets=_BUCKETS,
-            registry=registry,
-        )  # fmt: skip
-        self.tokens = prometheus.Counter(
-            "lightseq_tokens", "Tokens of texts and of results.", ["kind"], registry=registry
-        )
-        for place, (name, says) in enumerate(
-            (("waiting", "that wait"), ("searched", "that are searched"), ("slots", "at most"))
-        ):
-            gauge = prometheus.Gauge(
-                f"lightseq_sentences_{name}", f"Sentences {says}.", ["model"], registry=registry
-            )
-            for model in engines.served:
-                gauge.labels(model).set_function(functools.partial(_of, engines, model, place))
-        memory = prometheus.Gauge(
-            "lightseq_gpu_memory_bytes", "Memory that torch has on the GPU.", registry=registry
-        )
-        memory.set_function(lambda: 0 if engines.state is None else engines.state.memory)
-
-
-def _of(engines: Engines, model: str, place: int) -> int:
-    return 0 if engines.state is None else engines.state.models[model][place]
-
-
-class Guard:
-    """Bounds the size of bodies and the time in which they arrive, asks for the key, and counts.
-
-    It is plain ASGI, since it must see a body before it is in memory.
-    """
-
-    def __init__(self, app: ASGIApp, bounds: Bounds, metrics: Metrics) -> None:
-        self.app, self.bounds, self.metrics = app, bounds, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        began, path, status, read = time.perf_counter(), scope["path"], 500, 0
-
-        async def bounded() -> Message:
-            nonlocal read
-            if read < 0:  # the body is complete: what follows is the end of the connection
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), _BODY_SECONDS)
-            except asyncio.TimeoutError:
-                raise Refused(408, "The body of the request did not arrive in time.") from None
-            read += len(message.get("body", b""))
-            if read > self.bounds.body:
-                raise _too_large(self.bounds)
-            if not message.get("more_body"):
-                read = -1
-            return message
-
-        async def counted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        try:
-            length = headers.get(b"content-length", b"0")
-            if length.isdigit() and int(length) > self.bounds.body:
-                raise _too_large(self.bounds)
-            self._ask_for_key(path, headers)
-            await self.app(scope, bounded, counted)
-        except Refused as error:
-            await _refusal(path, error)(scope, receive, counted)
-        finally:
-            known = path if path in _PATHS else "other"
-            self.metrics.requests.labels(known, str(status)).inc()
-            self.metrics.seconds.labels(known).observe(time.perf_counter() - began)
-
-    def _ask_for_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        key = self.bounds.key
-        if key is None or path in _OPEN:
-            return
-        given = headers.get(b"authorization", b"").decode("latin-1")
-        words = given.split(maxsplit=1)
-        # Bearer of OpenAI, DeepL-Auth-Key of DeepL.
-        if len(words) != 2 or not secrets.compare_digest(words[1].encode(), key.encode()):
-            says = 'The key is missing or wrong: send the header "Authorization: Bearer KEY".'
-            raise Refused(401, says)
-
-
-def _too_large(bounds: Bounds) -> Refused:
-    return Refused(413, f"The body of the request is larger than {bounds.body} bytes.")
-
-
-_PATHS: set[str] = set()
-
 
 def application(engines: Engines, bounds: Bounds) -> FastAPI:
     """The server.
 
     Each endpoint answers errors in one sentence.
     """
-    metrics = Metrics(engines)
+    metrics, paths = Metrics(engines), set[str]()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -189,31 +59,31 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
         title="LightSeq", version=__version__, lifespan=lifespan,
         description="Translations, completions, embeddings and labels by accelerated Transformers.",
     )  # fmt: skip
-    app.add_middleware(Guard, bounds=bounds, metrics=metrics)
+    app.add_middleware(Guard, bounds=bounds, metrics=metrics, paths=paths)
 
     # --- Errors ----------------------------------------------------------------------------------
 
     @app.exception_handler(UserError)
     async def unusable(request: Request, error: UserError) -> Response:
         status = 429 if isinstance(error, Full) else 504 if isinstance(error, Expired) else 400
-        return _refusal(request.url.path, Refused(status, str(error)))
+        return refusal(request.url.path, Refused(status, str(error)))
 
     @app.exception_handler(Gone)
     async def gone(request: Request, error: Gone) -> Response:
-        return _refusal(request.url.path, Refused(503, "The server is ending."))
+        return refusal(request.url.path, Refused(503, "The server is ending."))
 
     @app.exception_handler(RuntimeError)
     async def failed(request: Request, error: RuntimeError) -> Response:
-        return _refusal(request.url.path, Refused(500, str(error)))
+        return refusal(request.url.path, Refused(500, str(error)))
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
         sentence = error.detail if isinstance(error, Refused) else f"{error.detail}."
-        return _refusal(request.url.path, Refused(error.status_code, sentence))
+        return refusal(request.url.path, Refused(error.status_code, sentence))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _refusal(request.url.path, Refused(400, _first(error)))
+        return refusal(request.url.path, Refused(400, _first(error)))
 
     # --- Translation -----------------------------------------------------------------------------
 
@@ -371,23 +241,8 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
         text = prometheus.generate_latest(metrics.registry)
         return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
 
-    _PATHS.update(route.path for route in app.routes if hasattr(route, "path"))
+    paths.update(route.path for route in app.routes if hasattr(route, "path"))
     return app
-
-
-def _refusal(path: str, error: Refused) -> JSONResponse:
-    """An error in the form of the API of its path."""
-    sentence: Any = error.detail
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    if path.startswith("/v1/"):
-        kind = kinds.get(
-            error.status_code,
-            "invalid_request_error" if error.status_code < 500 else "server_error",
-        )
-        sentence = {"message": sentence, "type": kind, "param": None, "code": None}
-    answer = {"message" if path.startswith("/v2/") else "error": sentence}
-    headers = {"Retry-After": str(_RETRY)} if error.status_code == 429 else None
-    return JSONResponse(answer, error.status_code, headers)
 
 
 def _first(error: RequestValidationError) -> str:

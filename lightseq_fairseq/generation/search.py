@@ -28,7 +28,7 @@ from lightseq_fairseq.generation.search_buffers import OF_SENTENCE, Sizes
 from lightseq_fairseq.generation.source import (
     Chunk,
     Group,
-    Ring,
+    Places,
     SearchBatch,
     SourcePart,
     on_cpu,
@@ -128,7 +128,7 @@ class Search:
         steps_ahead, places_ahead: its step, and its position in the buffers, less ``launched``.
         moved: the slots of the step before from which the slots come, if they have moved.
         waiting: chunks with sentences that have not begun. unbegun: number of these sentences.
-        living: chunks with sentences that have not ended. group_of: the group of each sentence.
+        places: where they are in the buffers.
         fetched: results on their way to the host. ended: the groups whose results these are.
 
     Attributes that `_plan` computes:
@@ -156,13 +156,10 @@ class Search:
         self.device, self.first, self.room = self.memory.device, first, room
         self.prompt, self.reads_prompts, self.is_open = prompt, reads_prompts, chunks is None
         self.table = decoder.table_rows(room.max_len + 1)
-        # Each chunk has one boundary more than sentences.
-        self.numbers, self.source_rows = Ring(room.sentences + room.chunks), Ring(room.tokens)
+        self.places = Places(room.sentences, room.tokens, room.chunks)
         self.waiting: deque[Chunk] = deque()
-        self.living: deque[Chunk] = deque()
         self.fetched: deque[Fetched] = deque()
         self.ended: list[Group] = []
-        self.group_of: list[Group] = []
         self.unbegun = 0
         for each in chunks or ():
             self._place(each)
@@ -199,7 +196,7 @@ class Search:
         most = max(most_rows(self.memory, positions) // beam, 1)
         rows = first_bucket(min(room.slots, most) * beam, device)
         self.rows = self.most_rows = self.fewest = rows
-        slots, numbers = self.rows // beam, room.sentences + room.chunks
+        slots, numbers = self.rows // beam, self.places.size
         part, read = room.read_sentences, room.read_tokens
         if self.encoder is None and not self.is_open:  # prompts of any batches are read together
             part = min(slots, room.sentences)
@@ -291,7 +288,7 @@ class Search:
         self.in_slot[slots] = -1
         group.chunk.left -= group.left
         group.left = 0
-        self._forget_chunks()
+        self.places.take_back()
         self._plan()
 
     def newest(self) -> Newest:
@@ -303,21 +300,10 @@ class Search:
         return Newest(self.memory, rows, self.in_slot)
 
     def _place(self, chunk: Chunk) -> bool:
-        """Give a chunk numbers and rows of the source; returns whether there is room."""
-        sizes = chunk.sentences + 1, len(chunk.tokens)
-        first, start = self.numbers.find(sizes[0]), self.source_rows.find(sizes[1])
-        if first is None or start is None:
+        """Let the sentences of a chunk wait; returns whether there is room for them."""
+        if not self.places.give(chunk, self.options.beam):
             return False
-        self.numbers.take(first, sizes[0])
-        self.source_rows.take(start, sizes[1])
-        chunk.first, chunk.start = first, start
-        groups = chunk.open(self.options.beam)
-        end = chunk.first + chunk.sentences + 1
-        self.group_of += [groups[0]] * (end - len(self.group_of))
-        for group in groups:
-            self.group_of[group.first : group.first + group.size] = [group] * group.size
         self.waiting.append(chunk)
-        self.living.append(chunk)
         self.unbegun += chunk.sentences
         return True
 
@@ -487,7 +473,7 @@ class Search:
         """
         complete = []
         for sentence, length in zip(sentences.tolist(), lengths.tolist(), strict=True):
-            group = self.group_of[sentence]
+            group = self.places.group_of[sentence]
             group.left -= 1
             group.chunk.left -= 1
             group.longest = max(group.longest, length)
@@ -496,7 +482,7 @@ class Search:
                 complete.append(group)
         if complete:
             self._fetch(sorted(complete, key=lambda group: group.first))
-            self._forget_chunks()
+            self.places.take_back()
 
     def _fetch(self, groups: list[Group]) -> None:
         """Fetch the results of groups that are complete."""
@@ -514,13 +500,6 @@ class Search:
             self.fetched.popleft()
         self.fetched.append(fetched)
         self.ended += groups
-
-    def _forget_chunks(self) -> None:
-        """Give back the places of the oldest chunks, if their sentences have ended."""
-        while self.living and not self.living[0].left:
-            self.living.popleft()
-            self.numbers.give()
-            self.source_rows.give()
 
     def _compact(self, rows: int) -> None:
         """Move the sentences of the last slots to free slots among the first ones.

@@ -184,6 +184,47 @@ class SourcePart:
         host["source_positions"][:count] = positions
 
 
+class Places:
+    """Where the chunks of a search are in its buffers: numbers of sentences, rows of their tokens.
+
+    Args:
+        sentences, tokens: of all chunks that have room together. chunks: how many these are.
+
+    Attributes:
+        size: how many numbers there are.
+        group_of: the group of each number.
+    """
+
+    def __init__(self, sentences: int, tokens: int, chunks: int) -> None:
+        self.size = sentences + chunks  # each chunk has one boundary more than sentences
+        self.group_of: list[Group] = []
+        self._numbers, self._rows = Ring(self.size), Ring(tokens)
+        self._living: deque[Chunk] = deque()
+
+    def give(self, chunk: Chunk, beam: int) -> bool:
+        """Give a chunk its place, and make its groups; whether there is room."""
+        count, tokens = chunk.sentences + 1, len(chunk.tokens)
+        first, start = self._numbers.find(count), self._rows.find(tokens)
+        if first is None or start is None:
+            return False
+        self._numbers.take(first, count)
+        self._rows.take(start, tokens)
+        chunk.first, chunk.start = first, start
+        groups = chunk.open(beam)
+        self.group_of += [groups[0]] * (first + count - len(self.group_of))
+        for group in groups:
+            self.group_of[group.first : group.first + group.size] = [group] * group.size
+        self._living.append(chunk)
+        return True
+
+    def take_back(self) -> None:
+        """Take back the places of the oldest chunks, if their sentences have ended."""
+        while self._living and not self._living[0].left:
+            self._living.popleft()
+            self._numbers.give()
+            self._rows.give()
+
+
 class Ring:
     """Adjacent places in a buffer of ``size``, which are given back in the order in which they were
     taken."""

@@ -6,17 +6,15 @@ Shapes: T = rows, K = columns, P = padded rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightseq_fairseq.layers.ending import Ending
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.memory import passes
 from lightseq_fairseq.ops import Cast
-
-if TYPE_CHECKING:
-    from lightseq_fairseq.layers.residual_norm import Ending
 
 
 class Input(NamedTuple):

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightseq_fairseq.layers.ending import Affine, Ending, Norm
 from lightseq_fairseq.layers.node import Input, Pair, apply
-from lightseq_fairseq.layers.residual_norm import Affine, Ending, Norm, ResidualNorm
+from lightseq_fairseq.layers.residual_norm import ResidualNorm
 from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory import passes
 from lightseq_fairseq.memory.gradients import Gradients

@@ -1,0 +1,127 @@
+"""What the server refuses before it has read a request, and the form of its refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lightseq_fairseq.cli.serving.metrics import Metrics
+
+_RETRY = 1  # seconds after which a client may try again when too many requests wait
+_BODY_SECONDS = 30.0  # in which the body of a request must arrive
+_OPEN = ("/health", "/ready", "/metrics")  # without a key
+
+
+class Bounds(NamedTuple):
+    """What a client may ask for.
+
+    texts, characters: of a request. body: bytes. beam: hypotheses. seconds: until an answer.
+    key: that requests must have; None for none.
+    """
+
+    texts: int
+    characters: int
+    body: int
+    beam: int
+    seconds: float
+    key: str | None
+
+
+class Refused(HTTPException):
+    """A request that is not answered: its status, and a sentence."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(status, sentence)
+
+
+def refusal(path: str, error: Refused) -> JSONResponse:
+    """An error in the form of the API of its path."""
+    sentence: Any = error.detail
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    if path.startswith("/v1/"):
+        kind = kinds.get(
+            error.status_code,
+            "invalid_request_error" if error.status_code < 500 else "server_error",
+        )
+        sentence = {"message": sentence, "type": kind, "param": None, "code": None}
+    answer = {"message" if path.startswith("/v2/") else "error": sentence}
+    headers = {"Retry-After": str(_RETRY)} if error.status_code == 429 else None
+    return JSONResponse(answer, error.status_code, headers)
+
+
+class Guard:
+    """Bounds the size of bodies and the time in which they arrive, asks for the key, and counts.
+
+    It is plain ASGI, since it must see a body before it is in memory.
+
+    Args:
+        paths: those that are counted apart from others.
+    """
+
+    def __init__(
+        self, app: ASGIApp, bounds: Bounds, metrics: Metrics, paths: Collection[str]
+    ) -> None:
+        self.app, self.bounds, self.metrics, self.paths = app, bounds, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, path, status, read = time.perf_counter(), scope["path"], 500, 0
+
+        async def bounded() -> Message:
+            nonlocal read
+            if read < 0:  # the body is complete: what follows is the end of the connection
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), _BODY_SECONDS)
+            except asyncio.TimeoutError:
+                raise Refused(408, "The body of the request did not arrive in time.") from None
+            read += len(message.get("body", b""))
+            if read > self.bounds.body:
+                raise _too_large(self.bounds)
+            if not message.get("more_body"):
+                read = -1
+            return message
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        try:
+            length = headers.get(b"content-length", b"0")
+            if length.isdigit() and int(length) > self.bounds.body:
+                raise _too_large(self.bounds)
+            self._ask_for_key(path, headers)
+            await self.app(scope, bounded, counted)
+        except Refused as error:
+            await refusal(path, error)(scope, receive, counted)
+        finally:
+            known = path if path in self.paths else "other"
+            self.metrics.requests.labels(known, str(status)).inc()
+            self.metrics.seconds.labels(known).observe(time.perf_counter() - began)
+
+    def _ask_for_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+        key = self.bounds.key
+        if key is None or path in _OPEN:
+            return
+        given = headers.get(b"authorization", b"").decode("latin-1")
+        words = given.split(maxsplit=1)
+        # Bearer of OpenAI, DeepL-Auth-Key of DeepL.
+        if len(words) != 2 or not secrets.compare_digest(words[1].encode(), key.encode()):
+            says = 'The key is missing or wrong: send the header "Authorization: Bearer KEY".'
+            raise Refused(401, says)
+
+
+def _too_large(bounds: Bounds) -> Refused:
+    return Refused(413, f"The body of the request is larger than {bounds.body} bytes.")
