@@ -98,7 +98,12 @@ class Encoder:
         if batch:
             tokens = [torch.tensor(text.asked.tokens) for text in batch]
             compute = self._classes if batch[0].asked.classifies else self._features
-            for text, found in zip(batch, compute(tokens).tolist(), strict=True):
+            try:
+                computed = compute(tokens).tolist()
+            except BaseException:
+                self.waiting.clear()  # as an `Engine`, after an error it has no text left
+                raise
+            for text, found in zip(batch, computed, strict=True):
                 text.found = found
         for text in (*ended, *batch):
             text.ended = time.monotonic()

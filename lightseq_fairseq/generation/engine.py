@@ -200,6 +200,7 @@ class Engine:
         Raises:
             Exception: an error of the model or the device. No request is left.
         """
+        self.grown = []
         if time.monotonic() >= self._due:
             self._expire()
         try:
@@ -234,7 +235,6 @@ class Engine:
         before = self._newest.popleft().read() if self._newest else {}
         if streaming:
             self._newest.append(search.newest())
-        self.grown = []
         for ticket in streaming:
             assert ticket.group is not None
             if (token := before.get(ticket.group.first)) is not None:

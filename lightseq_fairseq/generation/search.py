@@ -24,7 +24,7 @@ from lightseq_fairseq.generation.decoder import StepDecoder, bucket, first_bucke
 from lightseq_fairseq.generation.incremental import expected_length
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import Fetched, LazyHypothesis, Newest
-from lightseq_fairseq.generation.search_buffers import OF_SENTENCE, Sizes
+from lightseq_fairseq.generation.search_buffers import OF_SENTENCE, Sizes, power
 from lightseq_fairseq.generation.source import (
     Chunk,
     Group,
@@ -361,7 +361,7 @@ class Search:
         free = np.flatnonzero(self.in_slot < 0)
         count = min(len(free), self.unbegun)
         if self.encoder is None and not (is_first or self.is_open):
-            count = 1 << (count.bit_length() - 1)  # few graphs, each for a number of prompts
+            count = 1 << (count.bit_length() - 1)
         part, chunks = self._next(count)
         if self.encoder is not None:  # the GPU reads the source while the host prepares the rest
             for each in chunks:
@@ -398,7 +398,8 @@ class Search:
         else:
             memory.start(slots, self.in_slot[slots], numbers, scores)
         if self.encoder is None:
-            self._prefill(part, free if is_first else slots)
+            # Few graphs, each for a number of prompts; those without tokens need free slots, too.
+            self._prefill(part, free if is_first else free[: power(count)])
         if is_first:  # while the GPU reads the source
             self.steps.progress.begin()
             self.is_new = False

@@ -75,6 +75,20 @@ def test_tokens_are_told_as_they_are_found() -> None:
     assert_streamed(counting.toy().ls)
 
 
+def test_a_stream_that_is_cancelled() -> None:
+    """It tells nothing more, also if there is no other step."""
+    engine, options = engine_of(counting.toy().ls), SearchOptions(1, PAD, EOS, 3)
+    request = Request(SearchBatch(torch.tensor([[5, 7]]), 20), options, EOS, 2)
+    stream = engine.submit(request, streams=True)
+    while not engine.grown:
+        engine.advance()
+    engine.cancel(stream)
+    late = engine.submit(request, deadline=0.0)
+    assert engine.advance() == [late]
+    assert engine.grown == []
+    assert len(stream.tokens) == 1
+
+
 def test_limits(toy: digits.Toy) -> None:
     engine = engine_of(toy.ls, LIMITS._replace(waiting=2))
     options = SearchOptions(1, PAD, EOS, 3)
