@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import resource
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,12 +66,16 @@ _DRAIN = 60  # seconds in which requests may end after SIGTERM
     help="The most texts of a request.",
 )
 @click.option(
+    "--max-characters", default=100_000, show_default=True, type=click.IntRange(1),
+    help="The most of all texts of a request.",
+)  # fmt: skip
+@click.option(
     "--max-body", default=1 << 20, show_default=True, type=click.IntRange(1), metavar="BYTES",
     help="The largest body of a request.",
 )  # fmt: skip
 @click.option(
-    "--max-connections", default=1024, show_default=True, type=click.IntRange(1),
-    help="Connections and requests at a time; more are answered by status 503.",
+    "--max-requests", default=1024, show_default=True, type=click.IntRange(1),
+    help="The most at a time; more are answered by status 503.",
 )  # fmt: skip
 @click.option(
     "--timeout", default=60.0, show_default=True, type=click.FloatRange(0, min_open=True),
@@ -120,7 +128,8 @@ def _parted(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 def _serve(
     models: Sequence[str], flags: dict[str, Any], *, host: str, port: int, api_key: str | None,
     fp16: bool, bf16: bool, cpu: bool, slots: int | None, max_length: int | None, max_beam: int,
-    max_texts: int, max_body: int, max_connections: int, timeout: float, workers: int,
+    max_texts: int, max_characters: int, max_body: int, max_requests: int, timeout: float,
+    workers: int,
 ) -> None:  # fmt: skip
     """See `main`."""
     try:
@@ -145,24 +154,33 @@ def _serve(
         raise UserError("--fp16 needs a GPU, but there is none: remove it, or use --bf16.")
     if "cuda" in device and torch.cuda.is_initialized():
         raise RuntimeError("the processes of the models must be forked before the GPU is used")
+    named = [_named(word) for word in models]
+    names = [name for name, _ in named]
+    for name in names:
+        if not name:
+            raise UserError("A model has no name before its =: use NAME=MODEL.")
+        if names.count(name) > 1:
+            raise UserError(f"Two models have the name {name}: use NAME=MODEL.")
+    beam = str(flags.get("beam", ""))
+    if beam.isdigit() and int(beam) > max_beam:
+        raise UserError(f"--beam {beam} is larger than --max-beam {max_beam}: raise that, too.")
     listening = _listening(host, port)
     threads = max(torch.get_num_threads() - workers, 1)  # the others need processors, too
     torch.set_num_threads(1)  # a process that has used threads of OpenMP must not fork
     served = {}
-    for word in models:
-        name, path = _named(word)
-        if name in served:
-            raise UserError(f"Two models have the name {name}: use NAME=MODEL.")
+    for name, path in named:
         served[name] = load(name, path, flags)
         click.echo(f"{_PROGRAM}: {name}: {served[name]!r}", err=True)
     most = max_length or 1 << 16
     limits = Limits(slots or _SLOTS[device], most, most, _WAITING, _FORCED)
     place = device, "float16" if fp16 else "bfloat16" if bf16 else "float32"
-    engines = Engines(served, limits, place, threads, workers)
-    bounds = Bounds(max_texts, max_body, max_body, max_beam, timeout, api_key)
+    engines = Engines(served, limits, place, threads, workers, listening)
+    bounds = Bounds(max_texts, max_characters, max_body, max_beam, timeout, max_requests, api_key)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one for each connection
     config = uvicorn.Config(
         application(engines, bounds), log_config=None, access_log=False,
-        limit_concurrency=max_connections, timeout_graceful_shutdown=_DRAIN,
+        timeout_graceful_shutdown=_DRAIN,
     )  # fmt: skip
     address = listening.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -170,9 +188,22 @@ def _serve(
     # uvicorn raises the signal that has ended it again: without these, the status would be its own.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[listening])
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    server = uvicorn.Server(config)
+    server.run(sockets=[listening])
+    engines.kill()
     if engines.is_gone:
         raise Abandoned(_PROGRAM, "A process of the server has ended: see the log.", 1)
+    if server.force_exit:
+        raise Abandoned(_PROGRAM, "interrupted.", 128 + signal.SIGINT)
+    sys.stdout.flush()
+    os._exit(0)  # a normal exit would wait for threads that wait for the processes
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for the tracebacks of what a second Ctrl-C cancels."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is not asyncio.CancelledError and "CancelledError" not in record.getMessage()
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
-import json
 import logging
 import re
-import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import prometheus_client as prometheus
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -20,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from lightseq_fairseq import __version__
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.serving import completions
 from lightseq_fairseq.cli.serving.bodies import (
     Classify,
     Complete,
@@ -32,7 +32,7 @@ from lightseq_fairseq.cli.serving.bodies import (
 from lightseq_fairseq.cli.serving.engines import Engines, Gone
 from lightseq_fairseq.cli.serving.guard import Bounds, Guard, Refused, refusal
 from lightseq_fairseq.cli.serving.metrics import Metrics
-from lightseq_fairseq.cli.serving.models import Answer, EncodedBy, Served
+from lightseq_fairseq.cli.serving.models import EncodedBy, Served
 from lightseq_fairseq.generation.engine import Expired, Full
 from lightseq_fairseq.generation.texts import Prediction
 
@@ -53,10 +53,9 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
         warming = asyncio.create_task(engines.warm_up())
         yield
         warming.cancel()
-        await engines.end()
 
     app = FastAPI(
-        title="LightSeq", version=__version__, lifespan=lifespan,
+        title="LightSeq", version=__version__, lifespan=lifespan, redirect_slashes=False,
         description="Translations, completions, embeddings and labels by accelerated Transformers.",
     )  # fmt: skip
     app.add_middleware(Guard, bounds=bounds, metrics=metrics, paths=paths)
@@ -79,6 +78,8 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
         sentence = error.detail if isinstance(error, Refused) else f"{error.detail}."
+        if error.status_code == 400 and not isinstance(error, Refused):  # FastAPI's only one
+            sentence = "The body of the request is no JSON in UTF-8."
         return refusal(request.url.path, Refused(error.status_code, sentence))
 
     @app.exception_handler(RequestValidationError)
@@ -102,7 +103,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
     async def translations(
         request: Request, texts: Sequence[str], source: str | None, target: str | None,
         model: str | None = None, options: Mapping[str, Any] | None = None,
-    ) -> list[Answer]:  # fmt: skip
+    ) -> list[Any]:  # fmt: skip
         chosen = _translator(engines.served, model, source, target)
         return await answers(request, chosen, texts, options or {})
 
@@ -147,7 +148,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @app.post("/language/translate/v2", summary="Translate (Google's API, version 2)")
     async def google(body: Google, request: Request) -> Any:
-        if body.format == "html" and any("<" in text for text in _listed(body.q)):
+        if body.format == "html" and re.search("[<&]", "".join(_listed(body.q))):
             raise Refused(400, 'This server translates plain text: send "format": "text".')
         found = await translations(request, _listed(body.q), body.source, body.target)
         texts = [{"translatedText": each.hypotheses[0].text} for each in found]
@@ -178,15 +179,14 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
         prompts, options = _listed(body.prompt), body.options()
         if not body.stream:
             found = await answers(request, chosen, prompts, options)
-            return _completion(body, prompts, found)
+            return completions.whole(body, prompts, found)
         if len(prompts) > 1 or options["beam"] > 1:
             raise Refused(400, 'Only one completion of one prompt can be streamed: use "n": 1.')
         _check(prompts, options, bounds)
         grown = engines.stream(chosen.name, prompts[0], options, bounds.seconds)
         first = await _unless_gone(request, anext(grown))  # its errors have a status
-        return StreamingResponse(
-            _events(body, first, grown, metrics), media_type="text/event-stream"
-        )
+        events = completions.events(body, first, grown, metrics)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     @app.post("/v1/embeddings", summary="Embeddings (OpenAI's API)")
     async def embed(body: Embed, request: Request) -> Any:
@@ -195,7 +195,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
             raise Refused(400, f"{chosen.name} is no encoder: it {chosen.does} texts.")
         found = await answers(request, chosen, _listed(body.input), {"classifies": False})
         data = [
-            {"object": "embedding", "index": number, "embedding": each.found}
+            {"object": "embedding", "index": number, "embedding": _embedding(body, each.found)}
             for number, each in enumerate(found)
         ]
         read = sum(each.tokens[0] for each in found)
@@ -224,13 +224,15 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     # --- For those who run the server ------------------------------------------------------------
 
-    @app.get("/health", summary="Whether the server runs")
+    @app.api_route("/health", methods=["GET", "HEAD"], summary="Whether the server runs")
     async def health() -> Any:
         if engines.is_gone:
             raise Gone
         return {"status": "ok"}
 
-    @app.get("/ready", summary="Whether each model has answered a text")
+    @app.api_route(
+        "/ready", methods=["GET", "HEAD"], summary="Whether each model has answered a text"
+    )
     async def ready() -> Any:
         if not engines.is_ready:
             raise Refused(503, "The models are not ready yet.")
@@ -253,17 +255,24 @@ def _first(error: RequestValidationError) -> str:
     if mistake["type"] == "model_attributes_type":
         header = "Content-Type: application/json"
         return f"The body of the request is no JSON object, or the header {header} is missing."
-    place = ".".join(
-        str(part) for part in mistake["loc"][1:] if not str(part).startswith(("list[", "str"))
-    )
+    parts = [str(part) for part in mistake["loc"][1:]]
+    if not parts and mistake["type"] == "missing":
+        return "The request has no body."
+    place = ".".join(part for part in parts if part != "str" and not part.startswith("list["))
     says = mistake["msg"].removeprefix("Value error, ")
     if mistake["type"] == "extra_forbidden":
-        return f"There is no option {place}."
+        return f"There is no option {place or repr(parts[-1])}."
     return f"{place}: {says[0].lower()}{says[1:]}." if place else f"{says}."
 
 
 def _listed(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
+
+
+def _embedding(body: Embed, found: Sequence[float]) -> list[float] | str:
+    if body.encoding_format == "base64":
+        return base64.b64encode(np.array(found, np.float32).tobytes()).decode()
+    return list(found)
 
 
 def _label(found: Any) -> Any:
@@ -279,14 +288,14 @@ def _check(texts: Sequence[Any], options: Mapping[str, Any], bounds: Bounds) -> 
         raise Refused(400, f"The beam is {options['beam']}: this server has at most {bounds.beam}.")
     if options.get("nbest", 1) > options.get("beam", options.get("nbest", 1)):
         raise Refused(400, "There are more results than hypotheses of the beam: raise beam.")
-    each = (
+    each = [
         (number, part)
         for number, text in enumerate(texts)
         for part in (text if isinstance(text, tuple) else (text,))
-    )
+    ]
+    if sum(len(text) for _, text in each) > bounds.characters:
+        raise Refused(413, f"The texts have more than {bounds.characters} characters: send fewer.")
     for number, text in each:
-        if len(text) > bounds.characters:
-            raise Refused(413, f"Text {number} has more than {bounds.characters} characters.")
         if not text.strip():
             raise Refused(400, f"Text {number} (counted from 0) is empty.")
         if re.search("[\0\ud800-\udfff]", text):
@@ -309,7 +318,10 @@ def _translator(
         raise Refused(400, "This server has no translation model for this request.")
 
     def fits(asked: str | None, has: str) -> bool:
-        return asked is None or asked.lower() in ("auto", has.lower())
+        """A region, as in EN-US, matters only if the model's code has one, too."""
+        if asked is None or asked.lower() in ("auto", has.lower()):
+            return True
+        return asked.lower().replace("_", "-").partition("-")[0] == has.lower()
 
     for each in found:
         assert each.languages is not None
@@ -339,66 +351,3 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
 async def _closed(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _completion(body: Complete, prompts: Sequence[str], found: Sequence[Answer]) -> dict[str, Any]:
-    choices = [
-        {
-            "index": number * body.n + place,
-            "text": (prompt if body.echo else "") + hypothesis.text,
-            "finish_reason": "length" if is_cut else "stop",
-            "logprobs": None,
-        }
-        for number, (prompt, each) in enumerate(zip(prompts, found, strict=True))
-        for place, (hypothesis, is_cut) in enumerate(zip(each.hypotheses, each.is_cut, strict=True))
-    ]
-    read, written = (sum(each.tokens[i] for each in found) for i in range(2))
-    return {
-        **_head(body),
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
-        },
-    }  # fmt: skip
-
-
-def _head(body: Complete) -> dict[str, Any]:
-    name = f"cmpl-{secrets.token_hex(12)}"
-    return {
-        "id": name, "object": "text_completion", "created": int(time.time()), "model": body.model,
-    }  # fmt: skip
-
-
-async def _events(
-    body: Complete, first: Answer, grown: AsyncIterator[Answer], metrics: Metrics
-) -> AsyncIterator[str]:
-    """Server-sent events: what each answer adds to the text."""
-    head, sent = _head(body), ""
-
-    def event(text: str, reason: str | None) -> str:
-        choice = {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
-        return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
-
-    if body.echo:
-        yield event(str(_listed(body.prompt)[0]), None)
-    answer = first
-    try:
-        while True:
-            text = answer.hypotheses[0].text
-            # A subword may change the end of the text before it.
-            if text.startswith(sent) and len(text) > len(sent):
-                yield event(text[len(sent) :], None)
-                sent = text
-            if answer.is_last:
-                break
-            answer = await anext(grown)
-    except (UserError, Gone, RuntimeError) as error:
-        sentence = str(error) or "The server is ending."
-        yield f"data: {json.dumps({'error': {'message': sentence, 'type': 'server_error'}})}\n\n"
-        return
-    finally:
-        await grown.aclose()  # type: ignore[attr-defined]
-    metrics.tokens.labels("read").inc(answer.tokens[0])
-    metrics.tokens.labels("written").inc(answer.tokens[1])
-    yield event("", "length" if answer.is_cut[0] else "stop")
-    yield "data: [DONE]\n\n"

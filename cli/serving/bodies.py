@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import Self
 
 Texts = str | list[str]
@@ -13,22 +13,24 @@ Texts = str | list[str]
 class Body(BaseModel):
     """A field that is not listed is an error, so that no option is silently without effect."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Searched(Body):
     """Options of the search; without one, that of the server's command line holds."""
 
     model: str | None = Field(None, description="The model; by default the first that fits.")
-    beam: int | None = Field(None, ge=1, description="Hypotheses of the beam search.")
+    beam: int | None = Field(None, ge=1, le=64, description="Hypotheses of the beam search.")
     lenpen: float | None = Field(
         None,
         ge=-10,
         le=10,
         description="Exponent of the length in the score: above 1, longer texts.",
     )
-    min_length: int | None = Field(None, ge=1, description="The fewest tokens of a result.")
-    max_length: int | None = Field(None, ge=1, description="The most tokens of a result.")
+    min_length: int | None = Field(
+        None, ge=1, le=65536, description="The fewest tokens of a result."
+    )
+    max_length: int | None = Field(None, ge=1, le=65536, description="The most tokens of a result.")
     no_repeat_ngram_size: int | None = Field(
         None, ge=2, le=20, description="No result has an n-gram of this size twice."
     )
@@ -76,6 +78,9 @@ class DeepL(Body):
     text: list[str] = Field(max_length=50)
     target_lang: str
     source_lang: str | None = None
+    show_billed_characters: bool = Field(
+        False, description="Has no effect: DeepL's client sends it."
+    )
 
 
 class Google(Body):
@@ -84,7 +89,9 @@ class Google(Body):
     q: Texts
     target: str
     source: str | None = None
-    format: Literal["text", "html"] = "text"
+    format: Literal["text", "html"] | None = None
+    model: None = Field(None, description="Has no effect: clients send it.")
+    cid: list[str] = Field([], max_length=0, description="Has no effect: clients send it.")
     key: str | None = Field(None, description="Is not read: send the key as a header.")
 
 
@@ -93,7 +100,7 @@ class Embed(Body):
 
     model: str
     input: Texts
-    encoding_format: Literal["float"] = "float"
+    encoding_format: Literal["float", "base64"] = "float"
     user: str | None = None
 
 
@@ -110,16 +117,30 @@ class Complete(Searched):
 
     model: str
     prompt: Texts
-    max_tokens: int = Field(16, ge=1, description="The most tokens after the prompt.")
+    max_tokens: int = Field(16, ge=1, le=65536, description="The most tokens after the prompt.")
     temperature: float = Field(
         1.0, ge=0, le=100, description="0: the best hypotheses of the beam search; else samples."
     )
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
+    top_k: int | None = Field(None, ge=1, le=1 << 20)
     n: int = Field(1, ge=1, le=64)
+    stop: Texts | None = Field(None, description="Texts, at most 4, before which a result ends.")
     echo: bool = False
     stream: bool = False
     user: str | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @field_validator("stop")
+    @classmethod
+    def few(cls, stop: Texts | None) -> Texts | None:
+        if stop is not None and (not all(stop) or not stop):
+            raise ValueError("an empty text stops nothing")
+        if isinstance(stop, list) and len(stop) > 4:
+            raise ValueError("there are more than 4 texts")
+        return stop
 
     def options(self) -> dict[str, Any]:
         # fairseq counts the prompt, with the token before it.

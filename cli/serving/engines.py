@@ -12,8 +12,9 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
@@ -36,6 +37,7 @@ class Engines:
         served: the models, on the CPU.
         place: see ``device.Device``.
         threads: of the device's process, for a CPU. workers: processes of texts.
+        listening: the server's socket, which these processes do not keep open.
 
     Attributes:
         state: the last one, None before the first.
@@ -44,21 +46,19 @@ class Engines:
 
     def __init__(
         self, served: Mapping[str, Served], limits: Limits, place: tuple[str, str], threads: int,
-        workers: int,
+        workers: int, listening: socket.socket,
     ) -> None:  # fmt: skip
         self.served = served
         self.state: State | None = None
         context = multiprocessing.get_context("fork")
         self._connection, other = context.Pipe()
-        self.process = context.Process(
-            target=_child, args=(self._connection, other, served, limits, place, threads)
-        )
-        self.process.start()
+        ours = self._connection, listening
+        process = context.Process(target=_child, args=(ours, served, limits, place, threads, other))
+        process.start()
         other.close()
-        self._texts = ProcessPoolExecutor(
-            workers, context, _begin_texts, (self._connection, served)
-        )
+        self._texts = ProcessPoolExecutor(workers, context, _begin_texts, (ours, served))
         self._texts.submit(os.getpid).result()  # forks all of them, before there are threads
+        self._children = multiprocessing.active_children()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Queue[Ended | Told | Gone]] = {}
         self._outgoing: queue.SimpleQueue[list[Submit | Cancel] | None] = queue.SimpleQueue()
@@ -69,6 +69,8 @@ class Engines:
         """Connect to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._connection.fileno(), self._read)
+        for child in self._children:
+            self._loop.add_reader(child.sentinel, self._lose)
         threading.Thread(target=self._write, daemon=True).start()
 
     async def warm_up(self) -> None:
@@ -83,13 +85,10 @@ class Engines:
         """Whether each model has answered a text."""
         return self._ready.is_set() and not self.is_gone
 
-    async def end(self) -> None:
-        """End the processes; no request may be left."""
-        self._loop.remove_reader(self._connection.fileno())
-        self._outgoing.put(None)
-        self._connection.close()
-        self._texts.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self.process.join, 10)
+    def kill(self) -> None:
+        """End the processes; call this last."""
+        for child in self._children:
+            child.kill()
 
     async def answers(
         self, name: str, texts: Sequence[Any], options: Mapping[str, Any],
@@ -120,7 +119,7 @@ class Engines:
 
     async def stream(
         self, name: str, text: str, options: Mapping[str, Any], seconds: float | None = None
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncGenerator[Answer, None]:
         """The text of a language model as it grows; the last one is complete.
 
         Raises:
@@ -185,7 +184,8 @@ class Engines:
         if self.is_gone:
             return
         self.is_gone = True
-        self._loop.remove_reader(self._connection.fileno())
+        for source in (self._connection.fileno(), *(child.sentinel for child in self._children)):
+            self._loop.remove_reader(source)
         for inbox in {*self._waiting.values()}:
             inbox.put_nowait(Gone())
         signal.raise_signal(signal.SIGTERM)
@@ -209,13 +209,22 @@ def _checked(message: Any) -> Any:
     return message
 
 
-def _child(connection: Connection, own: Connection, *arguments: Any) -> None:
-    connection.close()  # that of the server: so this process sees when the server has ended
-    device.main(*arguments, own)
+Ours = tuple[Connection, socket.socket]
 
 
-def _begin_texts(connection: Connection, served: Mapping[str, Served]) -> None:
-    connection.close()
+def _close(ours: Ours) -> None:
+    """Close what is the server's: its end of the pipe, and its socket, which would stay open."""
+    for each in ours:
+        each.close()
+
+
+def _child(ours: Ours, *arguments: Any) -> None:
+    _close(ours)
+    device.main(*arguments)
+
+
+def _begin_texts(ours: Ours, served: Mapping[str, Served]) -> None:
+    _close(ours)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server, which ends this
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     models.begin(served)

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -16,14 +17,15 @@ from lightseq_fairseq.cli.serving.metrics import Metrics
 
 _RETRY = 1  # seconds after which a client may try again when too many requests wait
 _BODY_SECONDS = 30.0  # in which the body of a request must arrive
-_OPEN = ("/health", "/ready", "/metrics")  # without a key
+_FOR_ALL = ("/health", "/ready", "/metrics")  # answered under any load
+_OPEN = (*_FOR_ALL, "/docs", "/openapi.json", "/languages")  # without a key
 
 
 class Bounds(NamedTuple):
     """What a client may ask for.
 
-    texts, characters: of a request. body: bytes. beam: hypotheses. seconds: until an answer.
-    key: that requests must have; None for none.
+    texts, characters: of a request, of all its texts. body: bytes. beam: hypotheses. seconds:
+    until an answer. requests: at a time. key: that requests must have; None for none.
     """
 
     texts: int
@@ -31,6 +33,7 @@ class Bounds(NamedTuple):
     body: int
     beam: int
     seconds: float
+    requests: int
     key: str | None
 
 
@@ -51,8 +54,10 @@ def refusal(path: str, error: Refused) -> JSONResponse:
             "invalid_request_error" if error.status_code < 500 else "server_error",
         )
         sentence = {"message": sentence, "type": kind, "param": None, "code": None}
+    if path.startswith("/language/"):
+        sentence = {"code": error.status_code, "message": sentence}
     answer = {"message" if path.startswith("/v2/") else "error": sentence}
-    headers = {"Retry-After": str(_RETRY)} if error.status_code == 429 else None
+    headers = {"Retry-After": str(_RETRY)} if error.status_code in (429, 503) else None
     return JSONResponse(answer, error.status_code, headers)
 
 
@@ -69,12 +74,13 @@ class Guard:
         self, app: ASGIApp, bounds: Bounds, metrics: Metrics, paths: Collection[str]
     ) -> None:
         self.app, self.bounds, self.metrics, self.paths = app, bounds, metrics, paths
+        self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, path, status, read = time.perf_counter(), scope["path"], 500, 0
+        began, path, status, read = time.perf_counter(), scope["path"], 0, 0
 
         async def bounded() -> Message:
             nonlocal read
@@ -102,23 +108,34 @@ class Guard:
             length = headers.get(b"content-length", b"0")
             if length.isdigit() and int(length) > self.bounds.body:
                 raise _too_large(self.bounds)
-            self._ask_for_key(path, headers)
-            await self.app(scope, bounded, counted)
+            self._ask_for_key(path, headers, scope["query_string"])
+            if self._running >= self.bounds.requests and path not in _FOR_ALL:
+                raise Refused(
+                    503, f"{self._running} requests are being answered: try it again later."
+                )
+            self._running += 1
+            try:
+                await self.app(scope, bounded, counted)
+            finally:
+                self._running -= 1
         except Refused as error:
             await refusal(path, error)(scope, receive, counted)
+        except asyncio.CancelledError:  # a second Ctrl-C
+            if status == 0:
+                await refusal(path, Refused(503, "The server is ending."))(scope, receive, counted)
         finally:
             known = path if path in self.paths else "other"
-            self.metrics.requests.labels(known, str(status)).inc()
+            self.metrics.requests.labels(known, str(status or 500)).inc()
             self.metrics.seconds.labels(known).observe(time.perf_counter() - began)
 
-    def _ask_for_key(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+    def _ask_for_key(self, path: str, headers: Mapping[bytes, bytes], query: bytes) -> None:
         key = self.bounds.key
         if key is None or path in _OPEN:
             return
         given = headers.get(b"authorization", b"").decode("latin-1")
-        words = given.split(maxsplit=1)
-        # Bearer of OpenAI, DeepL-Auth-Key of DeepL.
-        if len(words) != 2 or not secrets.compare_digest(words[1].encode(), key.encode()):
+        words = given.split(maxsplit=1)[1:]  # Bearer of OpenAI, DeepL-Auth-Key of DeepL
+        words += parse_qs(query.decode("latin-1")).get("key", [])  # Google's
+        if not any(secrets.compare_digest(word.encode(), key.encode()) for word in words):
             says = 'The key is missing or wrong: send the header "Authorization: Bearer KEY".'
             raise Refused(401, says)
 

@@ -140,12 +140,20 @@ class Searched(Served):
 
     def asked(self, text: str, options: Mapping[str, Any]) -> Asked:
         """options: fields of ``GenerationConfig``; "prefix", with which a translation begins."""
-        request = self.pretrained.request(text, _of_search(options))
+        try:
+            request = self.pretrained.request(text, _of_search(options))
+        except UserError as error:
+            if "min_len" in str(error):  # in words of the commands
+                raise UserError("min_length is larger than the longest result.") from None
+            raise
         batch = request.batch
         forced = None if batch.forced is None else batch.forced[0].tolist()
         begun = request.begun
         if prefix := options.get("prefix"):
-            forced = [*(forced or ()), *self.pretrained.target_tokens(prefix)]
+            tokens = self.pretrained.target_tokens(prefix)
+            if request.options.unk in tokens:
+                raise UserError("The prefix has a word, or a part of one, that the model lacks.")
+            forced = [*(forced or ()), *tokens]
             begun = len(forced)
         return Asked(
             batch.tokens[0].tolist(), forced, batch.max_len, request.options, request.first, begun

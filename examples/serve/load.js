@@ -13,9 +13,11 @@ const most = Number(__ENV.CLIENTS || 1000);
 const field = __ENV.FIELD || 'q';
 const body = JSON.parse(__ENV.BODY || '{}');
 
+let told = false; // whether this user has said why a request failed
 const headers = { 'Content-Type': 'application/json' };
 if (__ENV.LIGHTSEQ_API_KEY) headers.Authorization = `Bearer ${__ENV.LIGHTSEQ_API_KEY}`;
 
+if (!__ENV.TEXTS) throw new Error('set a file with a text in each line: -e TEXTS=test.de');
 // k6 opens files from the folder of this script.
 const path = __ENV.TEXTS.startsWith('/') ? __ENV.TEXTS : `${__ENV.PWD}/${__ENV.TEXTS}`;
 const texts = new SharedArray('texts', () =>
@@ -44,7 +46,12 @@ export default function () {
   const first = exec.scenario.iterationInTest * size;
   const some = Array.from({ length: size }, (_, n) => texts[(first + n) % texts.length]);
   const sent = JSON.stringify({ ...body, [field]: size > 1 ? some : some[0] });
-  check(http.post(url, sent, { headers }), { answered: (answer) => answer.status === 200 });
+  const answer = http.post(url, sent, { headers });
+  const says = { answered: (it) => it.status === 200 };
+  if (!check(answer, says) && !told) {
+    console.error(`not answered: ${answer.status || answer.error}`);
+    told = true;
+  }
 }
 
 export function handleSummary(data) {

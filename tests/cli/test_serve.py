@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import helpers.counting as counting
 import helpers.digits as digits
 import helpers.roberta_runs as roberta
 import httpx
+import numpy as np
 import pytest
 import torch
 from helpers.cli_runs import run
@@ -165,9 +167,11 @@ def test_a_translation_with_a_prefix(server: Server, translator: Translator) -> 
 
 def test_apis_of_others(server: Server, translator: Translator) -> None:
     expected = translator.translate(LINE).text
-    found = server.post("/v2/translate", text=[LINE], target_lang="TGT")
+    sent = {"text": [LINE], "target_lang": "TGT-XY", "show_billed_characters": True}
+    found = server.post("/v2/translate", **sent)
     assert found == {"translations": [{"detected_source_language": "SRC", "text": expected}]}
-    found = server.post("/language/translate/v2", q=LINE, target="tgt")
+    sent = {"q": LINE, "target": "tgt", "cid": [], "model": None, "format": None}
+    found = server.post("/language/translate/v2", **sent)
     assert found == {"data": {"translations": [{"translatedText": expected}]}}
     assert server.post("/summarize", text=[LINE]) == {"summary": [expected]}
     get = server.client.get
@@ -210,15 +214,20 @@ def test_samples(server: Server) -> None:
     assert len({each["text"] for each in cold}) == 1
 
 
-def test_a_stream(server: Server) -> None:
-    """Its pieces are the text at once."""
-    body = {"model": "counting", "prompt": "three five", "max_tokens": 9, "temperature": 0}
-    (choice,) = server.post("/v1/completions", **body)["choices"]
+def streamed(server: Server, **body: Any) -> list[Any]:
+    """The choices of the events of a completion."""
     with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line]
     assert lines.pop() == "data: [DONE]"
-    events = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+
+
+def test_a_stream(server: Server) -> None:
+    """Its pieces are the text at once."""
+    body = {"model": "counting", "prompt": "three five", "max_tokens": 9, "temperature": 0}
+    (choice,) = server.post("/v1/completions", **body)["choices"]
+    events = streamed(server, **body)
     assert "".join(each["text"] for each in events) == choice["text"]
     reasons = [each["finish_reason"] for each in events]
     assert reasons == [None] * (len(events) - 1) + [choice["finish_reason"]]
@@ -237,6 +246,11 @@ def test_embeddings(server: Server, encoders: Path) -> None:
         expected = offline.extract_features(ids.long())[0].mean(0)
         torch.testing.assert_close(torch.tensor(each["embedding"]), expected)
         assert each["index"] == number
+    given = {"model": "encoder", "input": lines, "encoding_format": "base64"}
+    packed = server.post("/v1/embeddings", **given)["data"]
+    for one, each in zip(packed, found["data"], strict=True):
+        unpacked = np.frombuffer(base64.b64decode(one["embedding"]), np.float32)
+        assert unpacked.tolist() == pytest.approx(each["embedding"], rel=1e-6)
     assert found["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
@@ -252,6 +266,21 @@ def test_labels(server: Server, encoders: Path) -> None:
         assert each["probability"] == pytest.approx(wanted.probability, rel=1e-4)
     one = server.post("/classify", model="labels", text=ones[0], text_pair=ones[-1])
     assert one == {"labels": found[0]}
+
+
+def test_texts_that_stop_a_completion(server: Server) -> None:
+    """The result ends before the first of them, at once and as a stream."""
+    body = {"model": "counting", "prompt": "three five", "max_tokens": 9, "temperature": 0}
+    (choice,) = server.post("/v1/completions", **body)["choices"]
+    words = choice["text"].split()
+    assert len({*words}) > 3
+    stop = [f"{words[2]} {words[3]}", "hundred"]
+    expected = choice["text"].partition(stop[0])[0]
+    (stopped,) = server.post("/v1/completions", **body, stop=stop)["choices"]
+    assert (stopped["text"], stopped["finish_reason"]) == (expected, "stop")
+    found = streamed(server, **body, stop=stop[0])
+    assert "".join(each["text"] for each in found) == expected
+    assert found[-1]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(
@@ -274,7 +303,21 @@ def test_labels(server: Server, encoders: Path) -> None:
             "/translate", '{"q": "\\ud800"}', 400,
             "Text 0 (counted from 0) is no valid Unicode text.",
         ),
+        ("/translate", "", 400, "The request has no body."),
+        ("/translate", b'{"q": "\xe4"}', 400, "The body of the request is no JSON in UTF-8."),
         ("/translate", {"q": "a", "color": 1}, 400, "There is no option color."),
+        ("/translate", {"q": "a", "stream": True}, 400, "There is no option stream."),
+        ("/translate", {"q": "a", "beam": "4"}, 400, "beam: input should be a valid integer."),
+        (
+            "/translate", {"q": "a", "min_length": 9999}, 400,
+            "min_length is larger than the longest result.",
+        ),
+        (
+            "/translate", {"q": "a", "prefix": "abc"}, 400,
+            "The prefix has a word, or a part of one, that the model lacks.",
+        ),
+        ("/translate", {"q": ["a" * 50_001] * 2}, 413,
+            "The texts have more than 100000 characters: send fewer."),
         (
             "/translate", {"q": "a", "beam": 17}, 400,
             "The beam is 17: this server has at most 16.",
@@ -329,14 +372,18 @@ def test_labels(server: Server, encoders: Path) -> None:
             "/v1/embeddings", {"model": "encoder", "input": "a " * 99}, 400,
             "The text has 101 tokens, the model reads at most 32: shorten it.",
         ),
+        (
+            "/v1/completions", {"model": "counting", "prompt": "one", "stop": ""}, 400,
+            "stop: an empty text stops nothing.",
+        ),
         ("/nothing", {}, 404, "Not Found."),
     ],
 )  # fmt: skip
 def test_bad_requests(server: Server, path: str, body: Any, status: int, sentence: str) -> None:
-    content = body if isinstance(body, str) else json.dumps(body)
+    content = body if isinstance(body, (str, bytes)) else json.dumps(body)
     headers = {"Content-Type": "application/json"}
     answer = server.client.post(path, content=content, headers=headers)
-    error = answer.json().get("error") or answer.json()
+    error = answer.json()["error"]
     says = error["message"] if isinstance(error, dict) else error
     assert (answer.status_code, says[-len(sentence) :]) == (status, sentence)
 
@@ -408,6 +455,9 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
         answer = client.submit(server.client.post, "/translate", json=LONG)
         server.until_searched(1)
         server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        with pytest.raises(httpx.ConnectError):  # nothing listens any more
+            httpx.get(server.client.base_url.join("/health"))
         assert answer.result().status_code == 200
     assert server.process.wait(30) == 0, server.log.read_text()
     _are_gone(processes)
@@ -430,15 +480,32 @@ def test_a_process_that_dies_ends_the_server(tmp_path: Path, which: Any) -> None
             answer = client.submit(server.client.post, "/translate", json=LONG)
             time.sleep(1)
             os.kill(which(processes), signal.SIGKILL)  # the first is that of the models
-            # The death of the other one is noticed when it is needed.
             said = answer.result()
-            if which is max and said.status_code == 200:
-                said = server.client.post("/translate", json=LONG)
             assert said.status_code == 503
             assert said.json() == {"error": "The server is ending."}
         assert server.process.wait(30) == 1
         assert "error: A process of the server has ended" in server.log.read_text()
         _are_gone(processes)
+    finally:
+        server.kill()
+
+
+def test_a_second_ctrl_c_ends_the_server_at_once(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log", str(digits.toy().paths[-1]), "--source-lang", "src")
+    try:
+        processes = server.processes()
+        with ThreadPoolExecutor(1) as client:
+            body = {**LONG, "q": [LINE] * 100}
+            answer = client.submit(server.client.post, "/translate", json=body)
+            time.sleep(1)
+            for _ in range(2):
+                os.killpg(server.process.pid, signal.SIGINT)
+                time.sleep(0.5)
+            assert server.process.wait(10) == 130
+            if answer.exception() is None:
+                assert answer.result().status_code == 503
+        _are_gone(processes)
+        assert "Traceback" not in server.log.read_text()
     finally:
         server.kill()
 
@@ -461,6 +528,8 @@ def test_commands_that_cannot_serve(tmp_path: Path) -> None:
             ((path, "--port", port), f"cannot listen on 127.0.0.1:{port} (Address already in use)"),
             ((str(tmp_path),), f"The folder {tmp_path} has no checkpoint_best.pt"),
             ((f"a={path}", f"a={path}"), "Two models have the name a: use NAME=MODEL."),
+            ((f"={path}",), "A model has no name before its =: use NAME=MODEL."),
+            ((path, "--beam", "17"), "--beam 17 is larger than --max-beam 16: raise that, too."),
             ((path, "--fp16"), "--fp16 needs a GPU, but there is none"),
             ((path, "--colour", "4"), "colour"),
             (("nothing.pt",), "nothing.pt"),
