@@ -139,12 +139,15 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
         chosen = _translator(engines.served, None, body.source_lang, body.target_lang)
         found = await answers(request, chosen, body.text, {})
         source = "" if chosen.languages is None else chosen.languages[0].upper()
-        return {
-            "translations": [
-                {"detected_source_language": source, "text": each.hypotheses[0].text}
-                for each in found
-            ]
-        }
+        texts = [
+            {
+                "detected_source_language": source,
+                "text": each.hypotheses[0].text,
+                "billed_characters": len(text),
+            }
+            for each, text in zip(found, body.text, strict=True)
+        ]
+        return {"translations": texts}
 
     @app.post("/language/translate/v2", summary="Translate (Google's API, version 2)")
     async def google(body: Google, request: Request) -> Any:

@@ -169,7 +169,15 @@ def test_apis_of_others(server: Server, translator: Translator) -> None:
     expected = translator.translate(LINE).text
     sent = {"text": [LINE], "target_lang": "TGT-XY", "show_billed_characters": True}
     found = server.post("/v2/translate", **sent)
-    assert found == {"translations": [{"detected_source_language": "SRC", "text": expected}]}
+    assert found == {
+        "translations": [
+            {
+                "detected_source_language": "SRC",
+                "text": expected,
+                "billed_characters": len(LINE),
+            }
+        ]
+    }
     sent = {"q": LINE, "target": "tgt", "cid": [], "model": None, "format": None}
     found = server.post("/language/translate/v2", **sent)
     assert found == {"data": {"translations": [{"translatedText": expected}]}}
