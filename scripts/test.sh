@@ -10,6 +10,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Otherwise each process that a test starts would compile our modules again.
 unset PYTHONDONTWRITEBYTECODE
 
+# Commands that fail when a generated file is older than what it is generated from.
+up_to_date=("python -m scripts.tables --check" "python -m scripts.flags --check")
+
 failed=$(mktemp)
 check() {
     echo "== $*"
@@ -22,8 +25,10 @@ check_texts() {
     mapfile -t cuda_sources < <(find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' | sort)
     check clang-format --dry-run -Werror "${cuda_sources[@]}"
     check mypy --no-error-summary
-    # The tables of results are those of today's rows. (tests/flags/test_flags.py has the flags'.)
-    check python -m scripts.tables --check
+    for command in "${up_to_date[@]}"; do
+        # shellcheck disable=SC2086
+        check $command
+    done
 }
 
 # Without a GPU nobody will run the kernels, so the build of setup.sh need not make them fast.
