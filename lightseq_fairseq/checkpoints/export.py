@@ -86,7 +86,7 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
         path = folder / name
         try:
             dictionary = loaded[f"{side}_dictionary"] = Dictionary.load(str(path))
-        except Exception as error:  # fairseq raises a bare Exception if it cannot decode the file
+        except OSError as error:
             raise UserError(f"{path} cannot be read ({short(error)}): {advice}") from error
         if several:
             languages.add_tokens(dictionary, settings, several)

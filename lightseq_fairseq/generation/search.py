@@ -27,8 +27,8 @@ from lightseq_fairseq.generation.results import Fetched, LazyHypothesis, Newest
 from lightseq_fairseq.generation.search_buffers import OF_SENTENCE, Sizes, power
 from lightseq_fairseq.generation.source import (
     Chunk,
+    ChunkPlaces,
     Group,
-    Places,
     SearchBatch,
     SourcePart,
     on_cpu,
@@ -156,7 +156,7 @@ class Search:
         self.device, self.first, self.room = self.memory.device, first, room
         self.prompt, self.reads_prompts, self.is_open = prompt, reads_prompts, chunks is None
         self.table = decoder.table_rows(room.max_len + 1)
-        self.places = Places(room.sentences, room.tokens, room.chunks)
+        self.places = ChunkPlaces(room.sentences, room.tokens, room.chunks)
         self.waiting: deque[Chunk] = deque()
         self.fetched: deque[Fetched] = deque()
         self.ended: list[Group] = []

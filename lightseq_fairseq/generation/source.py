@@ -184,7 +184,7 @@ class SourcePart:
         host["source_positions"][:count] = positions
 
 
-class Places:
+class ChunkPlaces:
     """Where the chunks of a search are in its buffers: numbers of sentences, rows of their tokens.
 
     Args:

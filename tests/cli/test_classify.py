@@ -235,5 +235,5 @@ def test_wrong_input_of_python(runs: Path) -> None:
     ):
         with pytest.raises(UserError, match=sentence):
             model.classify(sentences)
-    with pytest.raises(UserError, match=r"This model has no labels: .* --task sentence_prediction"):
+    with pytest.raises(UserError, match=r"This model has no labels: .* task sentence_prediction"):
         RobertaModel.from_pretrained(runs / "pretrained").classify("a")
