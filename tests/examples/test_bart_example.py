@@ -15,7 +15,7 @@ from examples.bart import gain
 
 SYSTEMS = {"lightseq": [], "fairseq": ["--native"]}
 NOUNS = {"dog": "Hund", "man": "Mann", "ball": "Ball", "tree": "Baum", "cow": "Kuh"}
-LONG, SHORT = 24, 2  # updates of pre-training, and of each training on pairs
+LONG, SHORT = 40, 8  # updates of pre-training, and of each training on pairs
 
 
 @pytest.mark.parametrize("words", [("--update", "3"), ("--pairs", f"1 {CODE}")])
@@ -74,7 +74,7 @@ def test_both_systems_pre_train_alike_and_write_their_rows(tmp_path: Path) -> No
     # Training on pairs begins with another model: one that has learned to copy its source.
     logs = [folders[0] / f"90-{begin}.log" for begin in ("pre-trained", "scratch")]
     first = [next(iter(curves.read_curves(log)["train_loss"].values())) for log in logs]
-    assert first[0] > first[1] + 0.4
+    assert first[0] > first[1] + 1
     assert "pretrained/checkpoint_best.pt" in logs[0].read_text()
 
     rows = json.loads((out / "bleu.json").read_text())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import digits
+from helpers import counting, digits
 
 from lightseq_fairseq.generation import decoder, incremental, prompts
 from lightseq_fairseq.generation import search as of_search
@@ -16,6 +16,11 @@ from lightseq_fairseq.generation.delayed_progress import DelayedProgress
 @pytest.fixture(scope="module")
 def toy() -> digits.Toy:
     return digits.toy()
+
+
+@pytest.fixture(scope="module")
+def language_model() -> counting.Toy:
+    return counting.toy()
 
 
 @pytest.fixture(name="as_on_a_gpu")

@@ -32,11 +32,6 @@ def trained_toy() -> digits.Toy:
     return digits.exact()
 
 
-@pytest.fixture(scope="module", name="language_model")
-def trained_language_model() -> counting.Toy:
-    return counting.toy()
-
-
 def requests(sources: Sequence[Tensor], rng: random.Random, forces: bool) -> list[SearchBatch]:
     """Each of one to four sources, with limits of their own."""
     found, first = [], 0

@@ -43,11 +43,6 @@ def trained_toy() -> digits.Toy:
     return digits.exact()
 
 
-@pytest.fixture(scope="module", name="language_model")
-def trained_language_model() -> counting.Toy:
-    return counting.toy()
-
-
 Found = dict[int, list[Any]]
 
 
