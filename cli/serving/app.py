@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -36,7 +35,6 @@ from lightseq_fairseq.cli.serving.models import EncodedBy, Served
 from lightseq_fairseq.generation.engine import Expired, Full
 from lightseq_fairseq.generation.texts import Prediction
 
-logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 

@@ -92,7 +92,7 @@ class Served:
     """A model that texts can be sent to.
 
     Attributes:
-        name: by which requests name it. path: of its checkpoint.
+        name: by which requests name it.
         does: "translates", "continues" or "encodes".
         languages: (source, target) of a model that translates, else None.
     """
@@ -100,8 +100,8 @@ class Served:
     does: str
     languages: tuple[str, str] | None = None
 
-    def __init__(self, name: str, path: str) -> None:
-        self.name, self.path = name, path
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     @property
     def model(self) -> Any:
@@ -124,8 +124,8 @@ class Served:
 class Searched(Served):
     """A translation model or a language model; ``pretrained`` is on the CPU."""
 
-    def __init__(self, name: str, path: str, pretrained: Pretrained) -> None:
-        super().__init__(name, path)
+    def __init__(self, name: str, pretrained: Pretrained) -> None:
+        super().__init__(name)
         self.pretrained, self.does = pretrained, "continues"
         if isinstance(pretrained, Translator):
             task = pretrained.configuration.task
@@ -181,8 +181,8 @@ class EncodedBy(Served):
 
     does = "encodes"
 
-    def __init__(self, name: str, path: str, interface: RobertaInterface) -> None:
-        super().__init__(name, path)
+    def __init__(self, name: str, interface: RobertaInterface) -> None:
+        super().__init__(name)
         self.interface = interface.eval()
         self.classifier: Classifier | None = None
         if families.classifies(interface.task.cfg._name):
@@ -258,10 +258,10 @@ def load(name: str, path: str, options: Mapping[str, Any]) -> Served:
     task = task_of(checkpoint)
     for kind in _KINDS:
         if task in kind.kind.tasks:
-            return Searched(name, path, kind.from_pretrained(checkpoint, device="cpu", **options))
+            return Searched(name, kind.from_pretrained(checkpoint, device="cpu", **options))
     if families.classifies(task) or task in _ENCODERS:
         own = {key: value for key, value in options.items() if key not in _of_texts()}
-        return EncodedBy(name, path, RobertaModel.from_pretrained(checkpoint, **own))
+        return EncodedBy(name, RobertaModel.from_pretrained(checkpoint, **own))
     raise UserError(
         f"{path} contains a model of --task {task}: lightseq-serve has models that translate, "
         "continue prompts or encode texts."

@@ -17,10 +17,9 @@ import torch
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import LazyHypothesis, Newest, Results
-from lightseq_fairseq.generation.search import Room, Search
+from lightseq_fairseq.generation.search import REFILL, Room, Search
 from lightseq_fairseq.generation.source import Group, SearchBatch
 
-_REFILL = 16  # requests begin when one of so many slots is free
 _ROOM = 4  # sentences that may have room in the buffers, for each slot
 _USUAL = 48  # tokens of a sentence; longer ones only share the room with fewer others
 _READ = 8192  # tokens that the encoder reads at a time, unless one sentence has more
@@ -265,7 +264,7 @@ class Engine:
         search, kind = self._search, self.waiting[0].request.kind
         if search is None or (kind != self._kind and not (search.is_busy or self._fetching)):
             search = self._open(self.waiting[0].request)
-        if kind != self._kind or search.free * _REFILL < len(search.in_slot):
+        if kind != self._kind or search.free * REFILL < len(search.in_slot):
             return
         some: list[Ticket] = []
         sentences = tokens = 0

@@ -36,7 +36,7 @@ from lightseq_fairseq.generation.source import (
 from lightseq_fairseq.generation.step import Step
 
 MOST_BEAM = 64  # the largest beam that the CUDA kernels support
-_REFILL = 16  # slots are refilled when one of so many is free
+REFILL = 16  # slots are refilled when one of so many is free
 
 
 @torch.no_grad()
@@ -315,7 +315,7 @@ class Search:
         slots = len(running)
         # Without a forced eos, all sentences must be at the same step.
         self.refills = bool(self.unbegun) and (
-            not count or (options.forces_eos and (slots - count) * _REFILL >= slots)
+            not count or (options.forces_eos and (slots - count) * REFILL >= slots)
         )
         if self.is_open:  # sentences arrive: none is moved
             last = int(running.nonzero()[0][-1]) + 1 if count else 1
