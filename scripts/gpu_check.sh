@@ -99,9 +99,9 @@ mapfile -t files < <({
     grep -L 'mark\.alone' "${all[@]}"
     grep -l 'mark\.alone' "${all[@]}"
 } | xargs -d '\n' basename -s .py)
-# memcheck leaves out files whose tests run out of memory on purpose, measure time, train, generate
-# with models of transformers, or are all marked large.
-unchecked="accelerate|algorithm_table|allocate|background|generation|model|modernbert|our_trainer|parity|races|ranks"
+# memcheck leaves out files whose tests run out of memory on purpose, measure time, train, generate,
+# or are all marked large.
+unchecked="accelerate|algorithm_table|allocate|background|engine|generation|model|modernbert|our_trainer|parity|races|ranks"
 unchecked+="|searched_generate|searched_text|step|step_faults|step_memory"
 # racecheck runs only test_races_cuda: most cuBLAS kernels, which other tests call, hang under it.
 sanitizer=$(command -v compute-sanitizer || true)
