@@ -20,10 +20,7 @@ from lightseq_fairseq.cli.start.commands import CommandError, version
 from lightseq_fairseq.cli.start.launch import Abandoned, PassThrough
 
 _PROGRAM = "lightseq-serve"
-_WAITING = 4096  # sentences that may wait
-_FORCED = 64  # tokens with which a translation may begin
 _SETTINGS = {"ignore_unknown_options": True, "max_content_width": 100}
-_SLOTS = {"cuda": 256, "cpu": 16}
 _DRAIN = 60  # seconds in which requests may end after SIGTERM
 
 
@@ -82,8 +79,16 @@ _DRAIN = 60  # seconds in which requests may end after SIGTERM
     metavar="SECONDS", help="A request that has not ended by then is answered by status 504.",
 )  # fmt: skip
 @click.option(
+    "--gpu-memory", type=click.FloatRange(0, min_open=True), metavar="GIB",
+    help="The most that the models may use.  [default: all of the GPU]",
+)  # fmt: skip
+@click.option(
     "--workers", default=2, show_default=True, type=click.IntRange(1, 256),
     help="Processes that make tokens of texts, and texts of tokens.",
+)  # fmt: skip
+@click.option(
+    "--log-json", is_flag=True,
+    help="Write the log as JSON, an object for each line, and a line for each request.",
 )  # fmt: skip
 def main(words: list[str], **options: Any) -> None:
     """Answer requests over HTTP: translations, summaries, completions, embeddings, labels.
@@ -129,32 +134,27 @@ def _serve(
     models: Sequence[str], flags: dict[str, Any], *, host: str, port: int, api_key: str | None,
     fp16: bool, bf16: bool, cpu: bool, slots: int | None, max_length: int | None, max_beam: int,
     max_texts: int, max_characters: int, max_body: int, max_requests: int, timeout: float,
-    workers: int,
+    gpu_memory: float | None, workers: int, log_json: bool,
 ) -> None:  # fmt: skip
     """See `main`."""
+    from lightseq_fairseq.cli.serving import log, processes
+
+    processes.prepare()
     try:
         import uvicorn
 
         from lightseq_fairseq.cli.serving.app import application
+        from lightseq_fairseq.cli.serving.engines import Engines
         from lightseq_fairseq.cli.serving.guard import Bounds
+        from lightseq_fairseq.cli.serving.messages import Plan
     except ImportError as error:
         raise UserError(
             f"{error.name} is not installed: pip install fastapi uvicorn prometheus-client."
         ) from None
-    import torch
-
-    from lightseq_fairseq.cli.serving.engines import Engines
-    from lightseq_fairseq.cli.serving.models import load
-    from lightseq_fairseq.generation.engine import Limits
-
-    device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"
+    log.set_up(log_json)
     if fp16 and bf16:
         raise UserError("--fp16 and --bf16 cannot be used together: remove one.")
-    if fp16 and device == "cpu":
-        raise UserError("--fp16 needs a GPU, but there is none: remove it, or use --bf16.")
-    if "cuda" in device and torch.cuda.is_initialized():
-        raise RuntimeError("the processes of the models must be forked before the GPU is used")
-    named = [_named(word) for word in models]
+    named = tuple(_named(word) for word in models)
     names = [name for name, _ in named]
     for name in names:
         if not name:
@@ -165,16 +165,11 @@ def _serve(
     if beam.isdigit() and int(beam) > max_beam:
         raise UserError(f"--beam {beam} is larger than --max-beam {max_beam}: raise that, too.")
     listening = _listening(host, port)
-    threads = max(torch.get_num_threads() - workers, 1)  # the others need processors, too
-    torch.set_num_threads(1)  # a process that has used threads of OpenMP must not fork
-    served = {}
-    for name, path in named:
-        served[name] = load(name, path, flags)
-        click.echo(f"{_PROGRAM}: {name}: {served[name]!r}", err=True)
-    most = max_length or 1 << 16
-    limits = Limits(slots or _SLOTS[device], most, most, _WAITING, _FORCED)
-    place = device, "float16" if fp16 else "bfloat16" if bf16 else "float32"
-    engines = Engines(served, limits, place, threads, workers, listening)
+    dtype = "float16" if fp16 else "bfloat16" if bf16 else "float32"
+    plan = Plan(named, flags, dtype, cpu, slots, max_length, gpu_memory, workers, log_json)
+    engines = Engines(plan)
+    for each in engines.models.values():
+        log.LOGGER.info("%s: %s", each.name, each.shown)
     bounds = Bounds(max_texts, max_characters, max_body, max_beam, timeout, max_requests, api_key)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one for each connection
@@ -184,14 +179,16 @@ def _serve(
     )  # fmt: skip
     address = listening.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-    click.echo(f"{_PROGRAM}: listens on http://{shown}:{address[1]} (Ctrl-C ends it)", err=True)
+    log.LOGGER.info("listens on http://%s:%d (Ctrl-C ends it)", shown, address[1])
     # uvicorn raises the signal that has ended it again: without these, the status would be its own.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     server = uvicorn.Server(config)
-    server.run(sockets=[listening])
-    engines.kill()
+    try:
+        server.run(sockets=[listening])
+    finally:
+        engines.kill()
     if engines.is_gone:
         raise Abandoned(_PROGRAM, "A process of the server has ended: see the log.", 1)
     if server.force_exit:

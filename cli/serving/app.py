@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import re
+import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,8 +20,8 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from lightseq_fairseq import __version__
-from lightseq_fairseq.base.errors import UserError
-from lightseq_fairseq.cli.serving import completions
+from lightseq_fairseq.base.errors import Expired, Full, UserError
+from lightseq_fairseq.cli.serving import completions, log
 from lightseq_fairseq.cli.serving.bodies import (
     Classify,
     Complete,
@@ -28,11 +31,11 @@ from lightseq_fairseq.cli.serving.bodies import (
     Summarize,
     Translate,
 )
-from lightseq_fairseq.cli.serving.engines import Engines, Gone
+from lightseq_fairseq.cli.serving.engines import Engines
 from lightseq_fairseq.cli.serving.guard import Bounds, Guard, Refused, refusal
+from lightseq_fairseq.cli.serving.messages import Model
 from lightseq_fairseq.cli.serving.metrics import Metrics
-from lightseq_fairseq.cli.serving.models import EncodedBy, Served
-from lightseq_fairseq.generation.engine import Expired, Full
+from lightseq_fairseq.cli.serving.processes import Gone
 from lightseq_fairseq.generation.texts import Prediction
 
 Result = TypeVar("Result")
@@ -47,10 +50,13 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await engines.begin()
-        warming = asyncio.create_task(engines.warm_up())
+        engines.connect()
+        tasks = [asyncio.create_task(engines.warm_up())]
+        hang_up = functools.partial(_hang_up, engines, sys.stderr.isatty(), tasks)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
         yield
-        warming.cancel()
+        for task in tasks:
+            task.cancel()
 
     app = FastAPI(
         title="LightSeq", version=__version__, lifespan=lifespan, redirect_slashes=False,
@@ -87,22 +93,24 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
     # --- Translation -----------------------------------------------------------------------------
 
     async def answers(
-        request: Request, model: Served, texts: Sequence[Any], options: Mapping[str, Any]
+        request: Request, model: Model, texts: Sequence[Any], options: Mapping[str, Any]
     ) -> list[Any]:
         _check(texts, options, bounds)
         found = await _unless_gone(
             request, engines.answers(model.name, texts, options, bounds.seconds)
         )
-        for each in found:
-            metrics.tokens.labels("read").inc(each.tokens[0])
-            metrics.tokens.labels("written").inc(each.tokens[1])
+        read, written = (sum(each.tokens[i] for each in found) for i in range(2))
+        metrics.tokens.labels("read").inc(read)
+        metrics.tokens.labels("written").inc(written)
+        fields = {"model": model.name, "texts": len(texts), "read": read, "written": written}
+        request.scope["logged"].update(fields)
         return found
 
     async def translations(
         request: Request, texts: Sequence[str], source: str | None, target: str | None,
         model: str | None = None, options: Mapping[str, Any] | None = None,
     ) -> list[Any]:  # fmt: skip
-        chosen = _translator(engines.served, model, source, target)
+        chosen = _translator(engines.models, model, source, target)
         return await answers(request, chosen, texts, options or {})
 
     @app.post("/translate", summary="Translate (LibreTranslate's API)")
@@ -126,7 +134,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @app.get("/languages", summary="Languages (LibreTranslate's API)")
     async def languages() -> Any:
-        pairs = [each.languages for each in engines.served.values() if each.languages]
+        pairs = [each.languages for each in engines.models.values() if each.languages]
         return [
             {"code": code, "name": code, "targets": sorted({b for a, b in pairs if a == code})}
             for code in sorted({source for source, _ in pairs})
@@ -134,7 +142,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @app.post("/v2/translate", summary="Translate (DeepL's API)")
     async def deepl(body: DeepL, request: Request) -> Any:
-        chosen = _translator(engines.served, None, body.source_lang, body.target_lang)
+        chosen = _translator(engines.models, None, body.source_lang, body.target_lang)
         found = await answers(request, chosen, body.text, {})
         source = "" if chosen.languages is None else chosen.languages[0].upper()
         texts = [
@@ -157,7 +165,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @app.post("/summarize", summary="Summarize")
     async def summarize(body: Summarize, request: Request) -> Any:
-        chosen = _translator(engines.served, body.model, None, None)
+        chosen = _translator(engines.models, body.model, None, None)
         found = await answers(request, chosen, _listed(body.text), body.options())
         best = [each.hypotheses[0].text for each in found]
         return {"summary": best[0] if isinstance(body.text, str) else best}
@@ -168,13 +176,13 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
     async def models() -> Any:
         data = [
             {"id": name, "object": "model", "created": 0, "owned_by": "lightseq"}
-            for name in engines.served
+            for name in engines.models
         ]
         return {"object": "list", "data": data}
 
     @app.post("/v1/completions", summary="Completions (OpenAI's API)")
     async def complete(body: Complete, request: Request) -> Any:
-        chosen = _named(engines.served, body.model)
+        chosen = _named(engines.models, body.model)
         if chosen.does != "continues":
             raise Refused(400, f"{chosen.name} is no language model: it {chosen.does} texts.")
         prompts, options = _listed(body.prompt), body.options()
@@ -191,7 +199,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @app.post("/v1/embeddings", summary="Embeddings (OpenAI's API)")
     async def embed(body: Embed, request: Request) -> Any:
-        chosen = _named(engines.served, body.model)
+        chosen = _named(engines.models, body.model)
         if chosen.does != "encodes":
             raise Refused(400, f"{chosen.name} is no encoder: it {chosen.does} texts.")
         found = await answers(request, chosen, _listed(body.input), {"classifies": False})
@@ -207,9 +215,9 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @app.post("/classify", summary="Label texts, or pairs of texts")
     async def classify(body: Classify, request: Request) -> Any:
-        names = [body.model] if body.model is not None else [*engines.served]
-        models = [_named(engines.served, name) for name in names]
-        chosen = next((x for x in models if isinstance(x, EncodedBy) and x.classifier), None)
+        names = [body.model] if body.model is not None else [*engines.models]
+        models = [_named(engines.models, name) for name in names]
+        chosen = next((each for each in models if each.has_labels), None)
         if chosen is None:
             raise Refused(400, f"There are no labels: {', '.join(names)} has none.")
         texts: list[Any] = _listed(body.text)
@@ -246,6 +254,24 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     paths.update(route.path for route in app.routes if hasattr(route, "path"))
     return app
+
+
+def _hang_up(engines: Engines, had_terminal: bool, tasks: list[asyncio.Task[None]]) -> None:
+    """SIGHUP: load the models again; or end, if the terminal has gone."""
+    if had_terminal and not sys.stderr.isatty():
+        signal.raise_signal(signal.SIGTERM)
+        return
+    tasks.append(asyncio.create_task(_reload(engines)))
+
+
+async def _reload(engines: Engines) -> None:
+    log.LOGGER.info("loads the models again")
+    try:
+        await engines.reload()
+    except UserError as error:
+        log.LOGGER.error("error: %s The models of before stay.", error)
+    else:
+        log.LOGGER.info("serves the models that it has loaded again")
 
 
 def _first(error: RequestValidationError) -> str:
@@ -303,15 +329,15 @@ def _check(texts: Sequence[Any], options: Mapping[str, Any], bounds: Bounds) -> 
             raise Refused(400, f"Text {number} (counted from 0) is no valid Unicode text.")
 
 
-def _named(served: Mapping[str, Served], name: str) -> Served:
+def _named(served: Mapping[str, Model], name: str) -> Model:
     if name not in served:
         raise Refused(404, f"There is no model {name}: this server has {', '.join(served)}.")
     return served[name]
 
 
 def _translator(
-    served: Mapping[str, Served], name: str | None, source: str | None, target: str | None
-) -> Served:
+    served: Mapping[str, Model], name: str | None, source: str | None, target: str | None
+) -> Model:
     """The model for a pair of languages, as codes in any case; None or "auto" fits all."""
     found = [_named(served, name)] if name is not None else [*served.values()]
     found = [each for each in found if each.languages is not None]

@@ -10,9 +10,9 @@ from typing import Any
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.serving.bodies import Complete
-from lightseq_fairseq.cli.serving.engines import Gone
+from lightseq_fairseq.cli.serving.messages import Answer
 from lightseq_fairseq.cli.serving.metrics import Metrics
-from lightseq_fairseq.cli.serving.models import Answer
+from lightseq_fairseq.cli.serving.processes import Gone
 
 
 def whole(body: Complete, prompts: Sequence[str], found: Sequence[Answer]) -> dict[str, Any]:

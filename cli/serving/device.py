@@ -6,82 +6,35 @@ Between two steps the process reads the messages that have arrived, and sends wh
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
-import sys
+import pickle
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
-from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.errors import Expired, UserError
 from lightseq_fairseq.cli.serving.encoder import Encoder, Text
-from lightseq_fairseq.cli.serving.models import (
-    Asked,
-    EncodedBy,
+from lightseq_fairseq.cli.serving.log import LOGGER
+from lightseq_fairseq.cli.serving.messages import (
+    Cancel,
+    Ended,
     Found,
-    Served,
-    Tokens,
-    follow_parent,
+    Plan,
+    State,
+    Submit,
+    Told,
+    told,
 )
-from lightseq_fairseq.generation.engine import Engine, Expired, Full, Limits, Request, Ticket
+from lightseq_fairseq.cli.serving.models import Asked, EncodedBy, Served, Tokens
+from lightseq_fairseq.generation.engine import Engine, Limits, Request, Ticket
 from lightseq_fairseq.generation.source import SearchBatch
 
-logger = logging.getLogger(__name__)
-
 _TELLS = 1.0  # seconds between two `State` messages, while there is work
-
-
-class Submit(NamedTuple):
-    """To the process: search for these sentences, or encode them.
-
-    number: a number that the sender chooses, for each sentence. seconds: until its deadline.
-    """
-
-    model: str
-    numbers: list[int]
-    asked: list[Asked] | list[Tokens]
-    seconds: float | None
-    streams: bool
-
-
-class Cancel(NamedTuple):
-    """To the process: end these sentences without results."""
-
-    numbers: list[int]
-
-
-class Ended(NamedTuple):
-    """From the process: a sentence has ended; with ``error``, a class and a sentence, or results.
-
-    found: hypotheses, the best first; of an encoder numbers.
-    waited, searched: seconds.
-    """
-
-    number: int
-    found: list[Found] | list[float]
-    error: tuple[str, str] | None = None
-    waited: float = 0.0
-    searched: float = 0.0
-
-
-class Told(NamedTuple):
-    """From the process: tokens that follow those told before."""
-
-    number: int
-    tokens: list[int]
-
-
-class State(NamedTuple):
-    """From the process: of each model the sentences that wait, those that are searched, and the
-    slots; and the bytes that torch has on the device."""
-
-    models: dict[str, tuple[int, int, int]]
-    memory: int
-
-
-ERRORS = {error.__name__: error for error in (Full, Expired, UserError)}
+_WAITING = 4096  # sentences that may wait
+_FORCED = 64  # tokens with which a translation may begin
+_LONGEST = 1 << 16  # tokens, if neither the plan nor the model has fewer
+_SLOTS = {"cuda": 256, "cpu": 16}
 
 
 class Device:
@@ -89,17 +42,17 @@ class Device:
 
     Args:
         served: the models, on the CPU.
-        place: the device, and "float32", "bfloat16" or "float16".
+        device: "cuda" or "cpu".
         connection: to the server. It gets lists of messages, of all that a step has changed.
     """
 
     def __init__(
-        self, served: Mapping[str, Served], limits: Limits, place: tuple[str, str],
-        connection: Connection,
-    ) -> None:  # fmt: skip
+        self, served: Mapping[str, Served], plan: Plan, device: str, connection: Connection
+    ) -> None:
         import torch
 
-        device, dtype = place
+        most = plan.longest or _LONGEST
+        limits = Limits(plan.slots or _SLOTS[device], most, most, _WAITING, _FORCED)
         self._connection = connection
         self._engines: dict[str, Engine | Encoder] = {}
         self._tickets: dict[int, tuple[Any, Any]] = {}
@@ -107,7 +60,7 @@ class Device:
         self._told: dict[Ticket, int] = {}
         self._outgoing: list[Any] = []
         for name, each in served.items():
-            model = each.model.to(device, getattr(torch, dtype))
+            model = each.model.to(device, getattr(torch, plan.dtype))
             if isinstance(each, EncodedBy):
                 self._engines[name] = Encoder(each, model, (limits.waiting, limits.slots))
                 continue
@@ -120,7 +73,7 @@ class Device:
 
     def run(self) -> None:
         """Serve until the connection is closed."""
-        told, is_busy = 0.0, False
+        last, is_busy = 0.0, False
         while True:
             # Waits for a message only if there is nothing else to do.
             has_come = self._connection.poll(0 if is_busy else None)
@@ -133,8 +86,8 @@ class Device:
                     self._advance(engine)
             is_busy = any(engine.is_busy for engine in self._engines.values())
             now = time.monotonic()
-            if now - told > _TELLS or not is_busy:
-                told = now
+            if now - last > _TELLS or not is_busy:
+                last = now
                 self._outgoing.append(self._state())
             if self._outgoing:
                 self._connection.send(self._outgoing)
@@ -160,12 +113,12 @@ class Device:
             return
         chosen: Any = self._engines[message.model]
         deadline = None if message.seconds is None else time.monotonic() + message.seconds
-        for number, asked in zip(message.numbers, message.asked, strict=True):
+        for number, asked in zip(message.numbers, map(pickle.loads, message.asked), strict=True):
             try:
                 request = asked if isinstance(asked, Tokens) else _request(asked)
                 ticket = chosen.submit(request, deadline, message.streams)
             except UserError as error:
-                self._outgoing.append(Ended(number, [], _told(error)))
+                self._outgoing.append(Ended(number, [], told(error)))
                 continue
             self._tickets[number] = chosen, ticket
             self._numbers[ticket] = number
@@ -176,7 +129,7 @@ class Device:
         except RuntimeError as error:  # such as no memory
             import torch
 
-            logger.exception("a search has failed")
+            LOGGER.exception("a search has failed")
             lost = [ticket for its, ticket in self._tickets.values() if its is engine]
             for ticket in lost:
                 self._end(ticket, ("RuntimeError", "The search has failed: see the server's log."))
@@ -188,7 +141,7 @@ class Device:
             self._outgoing.append(Told(number, ticket.tokens[told:]))
             self._told[ticket] = len(ticket.tokens)
         for ticket in ended:
-            says = None if ticket.error is None else _told(ticket.error)
+            says = None if ticket.error is None else told(ticket.error)
             if says is not None and not isinstance(ticket.error, Expired):
                 says = "RuntimeError", says[1]  # the request is right: the model computes NaN
             self._end(ticket, says)
@@ -226,29 +179,25 @@ def _found(hypothesis: Any) -> Found:
     return Found(*(hypothesis[name].tolist() for name in names))
 
 
-def _told(error: Exception) -> tuple[str, str]:
-    return type(error).__name__, str(error)
-
-
 def main(
-    served: Mapping[str, Served], limits: Limits, place: tuple[str, str], threads: int,
-    connection: Connection,
-) -> None:  # fmt: skip
-    """The process, which was forked with the models; it says ``State`` when it is ready."""
+    served: Mapping[str, Served], plan: Plan, device: str, threads: int, connection: Connection
+) -> None:
+    """The process: computes until the connection closes; threads: of a CPU."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server, which ends this
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    follow_parent()
     torch.set_num_threads(threads)
     try:
-        Device(served, limits, place, connection).run()
-    except (EOFError, BrokenPipeError):  # the server has ended
+        if device == "cuda" and plan.memory is not None:
+            of_all = plan.memory * (1 << 30) / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(of_all, 1.0))
+        Device(served, plan, device, connection).run()
+    except (EOFError, BrokenPipeError):  # the server has ended, or has loaded the models again
         os._exit(0)
     except torch.OutOfMemoryError:  # others end only their requests
-        says = "The models do not fit into the GPU's memory: serve fewer, or add --bf16."
-        print(f"lightseq-serve: error: {says}", file=sys.stderr, flush=True)
+        limit = "" if plan.memory is None else f", of which they may use {plan.memory:g} GiB"
+        says = f"The models do not fit into the GPU's memory{limit}: serve fewer, or add --bf16."
+        LOGGER.error("error: %s", says)
         os._exit(1)
     except Exception:
-        logger.exception("the process of the models ends")
+        LOGGER.exception("the process of the models ends")
         os._exit(1)

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.errors import Expired, Full, UserError
 from lightseq_fairseq.cli.serving.models import EncodedBy, Tokens
-from lightseq_fairseq.generation.engine import Expired, Full
 
 _TOKENS = 16384  # of a batch, with pads
 

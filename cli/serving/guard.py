@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lightseq_fairseq.cli.serving import log
 from lightseq_fairseq.cli.serving.metrics import Metrics
 
 _RETRY = 1  # seconds after which a client may try again when too many requests wait
@@ -81,6 +82,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         began, path, status, read = time.perf_counter(), scope["path"], 0, 0
+        scope["logged"] = logged = {}
 
         async def bounded() -> Message:
             nonlocal read
@@ -125,8 +127,13 @@ class Guard:
                 await refusal(path, Refused(503, "The server is ending."))(scope, receive, counted)
         finally:
             known = path if path in self.paths else "other"
+            seconds = time.perf_counter() - began
             self.metrics.requests.labels(known, str(status or 500)).inc()
-            self.metrics.seconds.labels(known).observe(time.perf_counter() - began)
+            self.metrics.seconds.labels(known).observe(seconds)
+            log.request(
+                path=path, status=status or 500, seconds=round(seconds, 6),
+                client=(scope["client"] or ("",))[0], **logged,
+            )  # fmt: skip
 
     def _ask_for_key(self, path: str, headers: Mapping[bytes, bytes], query: bytes) -> None:
         key = self.bounds.key

@@ -33,7 +33,7 @@ class Metrics:
             gauge = prometheus.Gauge(
                 f"lightseq_sentences_{name}", f"Sentences {says}.", ["model"], registry=registry
             )
-            for model in engines.served:
+            for model in engines.models:
                 gauge.labels(model).set_function(functools.partial(_of, engines, model, place))
         memory = prometheus.Gauge(
             "lightseq_gpu_memory_bytes", "Memory that torch has on the GPU.", registry=registry

@@ -1,24 +1,16 @@
-"""A served model: texts become requests of an engine, and its results become texts.
-
-This is the work of processes of their own, so that it stops neither the server nor the device.
-"""
+"""A served model: texts become requests of an engine, and its results become texts."""
 
 from __future__ import annotations
 
-import os
-import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from multiprocessing import parent_process
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
+from lightseq_fairseq.cli.serving.messages import Answer, Encoded, Found, Model
 from lightseq_fairseq.generation.options import SearchOptions
-from lightseq_fairseq.generation.texts import Hypothesis, Predicted
 from lightseq_fairseq.python.language_model import LanguageModel
 from lightseq_fairseq.python.pretrained import Pretrained, task_of
 from lightseq_fairseq.python.roberta import RobertaModel
@@ -26,6 +18,7 @@ from lightseq_fairseq.python.translator import Translator
 
 if TYPE_CHECKING:
     from lightseq_fairseq.cli.translate.classes import Classifier
+    from lightseq_fairseq.generation.texts import Predicted
     from lightseq_fairseq.python.roberta_interface import RobertaInterface
 
 _KINDS: tuple[type[Pretrained], ...] = (Translator, LanguageModel)
@@ -46,28 +39,6 @@ class Asked(NamedTuple):
     begun: int
 
 
-class Found(NamedTuple):
-    """A hypothesis, as processes send it: its tokens, score, and the score of each token."""
-
-    tokens: list[int]
-    score: float
-    token_scores: list[float]
-
-
-class Answer(NamedTuple):
-    """What a text has become.
-
-    hypotheses: the best first; of a language model, what follows the prompt. is_cut: which of them
-    have ended at the greatest length.
-    tokens: of the text, and of all hypotheses. is_last: False while a stream goes on.
-    """
-
-    hypotheses: tuple[Hypothesis, ...]
-    is_cut: tuple[bool, ...]
-    tokens: tuple[int, int]
-    is_last: bool = True
-
-
 class Tokens(NamedTuple):
     """What an encoder is to read: the tokens of a text or a pair.
 
@@ -78,30 +49,25 @@ class Tokens(NamedTuple):
     classifies: bool
 
 
-class Encoded(NamedTuple):
-    """What a text has become: ``found`` is an embedding, or what its head predicts.
-
-    tokens: of the text, and 0.
-    """
-
-    found: list[float] | Predicted
-    tokens: tuple[int, int]
-
-
 class Served:
     """A model that texts can be sent to.
 
     Attributes:
         name: by which requests name it.
-        does: "translates", "continues" or "encodes".
-        languages: (source, target) of a model that translates, else None.
+        does, languages, has_labels: see ``messages.Model``.
     """
 
     does: str
     languages: tuple[str, str] | None = None
+    has_labels = False
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    @property
+    def described(self) -> Model:
+        """What the server knows of it."""
+        return Model(self.name, self.does, self.languages, self.has_labels, repr(self))
 
     @property
     def model(self) -> Any:
@@ -186,7 +152,7 @@ class EncodedBy(Served):
         self.interface = interface.eval()
         self.classifier: Classifier | None = None
         if families.classifies(interface.task.cfg._name):
-            self.classifier = interface.classifier()
+            self.classifier, self.has_labels = interface.classifier(), True
 
     def __repr__(self) -> str:
         return repr(self.interface)
@@ -266,40 +232,3 @@ def load(name: str, path: str, options: Mapping[str, Any]) -> Served:
         f"{path} contains a model of --task {task}: lightseq-serve has models that translate, "
         "continue prompts or encode texts."
     )
-
-
-# --- The processes of texts ----------------------------------------------------------------------
-
-_SERVED: dict[str, Served] = {}
-
-
-def begin(served: Mapping[str, Served]) -> None:
-    """Call this first in a process that was forked with the models."""
-    _SERVED.update(served)
-    warnings.simplefilter("ignore")  # such as those of unknown words, for each text
-    follow_parent()
-
-
-def follow_parent() -> None:
-    """End this process when its parent has ended, however that was."""
-    parent = parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def asked(name: str, texts: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
-    """See `Served.asked`; for several texts."""
-    return [_SERVED[name].asked(text, options) for text in texts]
-
-
-def answers(
-    name: str, asked: Sequence[Any], found: Sequence[Any], options: Mapping[str, Any]
-) -> list[Any]:
-    """See `Served.answer`; for several texts."""
-    served = _SERVED[name]
-    return [served.answer(*pair, options) for pair in zip(asked, found, strict=True)]

@@ -35,6 +35,14 @@ class GPUHangs(UserError):
         )
 
 
+class Full(UserError):
+    """So many requests wait that no other is taken."""
+
+
+class Expired(UserError):
+    """A request did not end before its deadline."""
+
+
 class StoppedBySignal(Exception):
     """A signal has ended training after an update; a checkpoint is saved.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.errors import Expired, Full, UserError
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.results import LazyHypothesis, Newest, Results
 from lightseq_fairseq.generation.search import REFILL, Room, Search
@@ -67,14 +67,6 @@ class Limits(NamedTuple):
     max_len: int
     waiting: int = 4096
     forced: int = 8
-
-
-class Full(UserError):
-    """So many requests wait that the engine takes no other."""
-
-
-class Expired(UserError):
-    """A request did not end before its deadline."""
 
 
 @dataclass(eq=False)

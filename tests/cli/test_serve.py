@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,10 +62,11 @@ class Server:
             time.sleep(0.05)
         return found[1]
 
-    def processes(self) -> set[int]:
-        """Those that the server has started."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return {int(each) for each in children.split()}
+    def processes(self) -> dict[str, list[int]]:
+        """Those that the server has started: "models", and "texts" that serve them."""
+        (loader,) = _children(_forkserver(self.process.pid))
+        models, *texts = _children(loader)
+        return {"models": [models], "texts": texts, "loader": [loader]}
 
     def post(self, path: str, **body: Any) -> Any:
         answer = self.client.post(path, json=body)
@@ -455,10 +459,66 @@ def test_the_load_tester(server: Server, tmp_path: Path) -> None:
     assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"] <= row["longest_ms"]
 
 
+def test_models_are_loaded_again(tmp_path: Path) -> None:
+    """By SIGHUP, while clients ask: each gets an answer, by the old or by the new model."""
+    path, new = tmp_path / "checkpoint_best.pt", digits.toy().paths[-1]
+    state = torch.load(new, weights_only=False)
+    for name, weight in state["model"].items():
+        if name.startswith(("decoder.embed_tokens", "decoder.output_projection")):
+            weight[-10:] = weight[-10:].flip(0)  # other words
+    torch.save(state, path)
+    options = {"source_lang": "src", "target_lang": "tgt", "device": "cpu", "batch_size": 1}
+    words = [
+        Translator.from_pretrained(each, **options).translate(LINE).text for each in (path, new)
+    ]
+    assert words[0] != words[1]
+    server = Server(tmp_path / "log", str(tmp_path), "--source-lang", "src", "--log-json")
+    ends, found = threading.Event(), []
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.client.base_url, timeout=60) as client:
+            while not ends.is_set():
+                answer = client.post("/translate", json={"q": LINE})
+                found.append((answer.status_code, answer.json().get("translatedText")))
+
+    try:
+        before = server.processes()
+        with ThreadPoolExecutor(4) as clients:
+            asked = [clients.submit(ask) for _ in range(4)]
+            shutil.copyfile(new, tmp_path / "other")
+            os.replace(tmp_path / "other", path)
+            server.process.send_signal(signal.SIGHUP)
+            server.wait_for("(serves the models that it has loaded again)")
+            time.sleep(0.5)
+            ends.set()
+            for each in asked:
+                each.result()
+        assert {*found} == {(200, each) for each in words}
+        assert server.post("/translate", q=LINE)["translatedText"] == words[1]
+        _are_gone(before)
+        path.write_text("no checkpoint")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for("(The models of before stay.)")
+        assert server.post("/translate", q=LINE)["translatedText"] == words[1]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        assert {line["level"] for line in lines} == {"info", "error"}
+        asked_lines = [line for line in lines if line.get("path") == "/translate"]
+        assert len(asked_lines) == len(found) + 2
+        read = len(LINE.split()) + 1
+        for line in asked_lines:
+            assert (line["status"], line["texts"], line["read"]) == (200, 1, read)
+            assert line["model"] == tmp_path.name
+            assert 0 < line["seconds"] < 60
+    finally:
+        server.kill()
+
+
 def test_sigterm_lets_requests_end(server: Server) -> None:
     """And no process is left."""
     processes = server.processes()
-    assert len(processes) == 3
+    assert len(processes["texts"]) == 2
     with ThreadPoolExecutor(1) as client:
         answer = client.submit(server.client.post, "/translate", json=LONG)
         server.until_searched(1)
@@ -472,8 +532,8 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("which", [min, max], ids=["models", "texts"])
-def test_a_process_that_dies_ends_the_server(tmp_path: Path, which: Any) -> None:
+@pytest.mark.parametrize("which", ["models", "texts", "loader"])
+def test_a_process_that_dies_ends_the_server(tmp_path: Path, which: str) -> None:
     """So whoever runs it starts it again. This server has a key."""
     path = str(digits.toy().paths[-1])
     server = Server(tmp_path / "log", path, "--source-lang", "src", LIGHTSEQ_API_KEY="k1")
@@ -487,7 +547,7 @@ def test_a_process_that_dies_ends_the_server(tmp_path: Path, which: Any) -> None
         with ThreadPoolExecutor(1) as client:
             answer = client.submit(server.client.post, "/translate", json=LONG)
             time.sleep(1)
-            os.kill(which(processes), signal.SIGKILL)  # the first is that of the models
+            os.kill(processes[which][-1], signal.SIGKILL)
             said = answer.result()
             assert said.status_code == 503
             assert said.json() == {"error": "The server is ending."}
@@ -518,11 +578,27 @@ def test_a_second_ctrl_c_ends_the_server_at_once(tmp_path: Path) -> None:
         server.kill()
 
 
-def _are_gone(processes: set[int]) -> None:
+def _are_gone(processes: dict[str, list[int]]) -> None:
     limit = time.monotonic() + 10
-    while any(Path(f"/proc/{each}").exists() for each in processes):
+    while any(Path(f"/proc/{each}").exists() for each in itertools.chain(*processes.values())):
         assert time.monotonic() < limit
         time.sleep(0.05)
+
+
+def _children(process: int) -> list[int]:
+    """In the order in which they were started."""
+    found = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(each) for each in found.split()]
+
+
+def _forkserver(process: int) -> int:
+    """The process from which Python forks others; the second one keeps track of files."""
+    (found,) = (
+        each
+        for each in _children(process)
+        if b"forkserver" in Path(f"/proc/{each}/cmdline").read_bytes()
+    )
+    return found
 
 
 def test_commands_that_cannot_serve(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from helpers.requests import (
     run,
 )
 
-from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.base.errors import Expired, Full, UserError
 from lightseq_fairseq.generation import engine as of_engine
-from lightseq_fairseq.generation.engine import Expired, Full, Request
+from lightseq_fairseq.generation.engine import Request
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.generation.source import SearchBatch
 

@@ -1,0 +1,305 @@
+"""The processes that have loaded the models once, as the server's event loop uses them.
+
+A request passes three: one of texts makes numbers of it, that of the device searches, and one of
+texts makes texts of what it has found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import queue
+import signal
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.serving.messages import (
+    Answer,
+    Cancel,
+    Ended,
+    Loaded,
+    Plan,
+    State,
+    Submit,
+    Told,
+    Work,
+    Worked,
+    raised,
+)
+
+_LOADER = "lightseq_fairseq.cli.serving.loader"  # imports torch, which the server does not need
+
+
+class Gone(Exception):
+    """A process has ended that the server needs."""
+
+
+class Channel:
+    """A process, for an event loop, which reads what it sends.
+
+    A thread writes, since the pipe may be full. got: is called with each message. lost: is called
+    when the process has closed the pipe.
+    """
+
+    def __init__(
+        self, connection: Connection, got: Callable[[Any], None], lost: Callable[[], None]
+    ) -> None:
+        self._connection, self._got, self._lost = connection, got, lost
+        self._loop = asyncio.get_running_loop()
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._loop.add_reader(connection.fileno(), self._read)
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        self._outgoing.put(message)
+
+    def close(self) -> None:
+        """Close the pipe, which ends the process."""
+        self._loop.remove_reader(self._connection.fileno())
+        self._outgoing.put(None)
+
+    def _read(self) -> None:
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            self._lost()
+        else:
+            self._got(message)
+
+    def _write(self) -> None:
+        while (message := self._outgoing.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                break
+        self._connection.close()
+
+
+def prepare() -> None:
+    """Start the process from which the others are forked, so that it imports torch meanwhile.
+
+    They ignore Ctrl-C: it reaches the server, which ends them.
+    """
+    multiprocessing.set_forkserver_preload([_LOADER])
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they inherit it
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Processes:
+    """Starts the processes, and waits until they have loaded the models; see `prepare`.
+
+    Attributes:
+        models: what is served.
+        state: the last one, None before the first.
+        lost: is called once when one of them ends that should not.
+
+    Raises:
+        UserError: the models cannot be served.
+    """
+
+    def __init__(self, plan: Plan, lost: Callable[[], None]) -> None:
+        self.lost = lost
+        self.state: State | None = None
+        context = multiprocessing.get_context("forkserver")
+        pipes = [context.Pipe() for _ in range(1 + plan.workers)]
+        ends = [other for _, other in pipes]
+        self._connections = [own for own, _ in pipes]
+        self._process = context.Process(target=_load, args=(plan, ends))
+        self._process.start()
+        for end in ends:
+            end.close()
+        try:
+            loaded: Loaded = self._connections[0].recv()
+            if loaded.error is not None:
+                raise UserError(loaded.error)
+        except BaseException as error:  # Ctrl-C, too
+            self._process.kill()
+            if isinstance(error, EOFError):
+                raise UserError("The process that loads the models has ended.") from None
+            raise
+        self.models = {each.name: each for each in loaded.models}
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Queue[Any]] = {}
+        self._calls = 0
+        self._is_gone = self._ends = False
+
+    def connect(self) -> None:
+        """Connect to the running event loop; call this first."""
+        self._loop = asyncio.get_running_loop()
+        first, *others = self._connections
+        self._device = Channel(first, self._take, self._lose)
+        self._texts = [Channel(each, self._hand, self._lose) for each in others]
+        self._busy = [0] * len(others)
+        self._loop.add_reader(self._process.sentinel, self._end)
+
+    async def warm_up(self) -> None:
+        """Search for a sentence with each model: then the first request need not wait for it."""
+        for name, each in self.models.items():
+            options = {"classifies": False} if each.does == "encodes" else {}
+            await self.answers(name, ["1"], options)
+
+    def retire(self) -> None:
+        """End the processes when they have answered what they were asked."""
+        self._ends = True
+        if self._calls == 0:
+            self._close()
+
+    def kill(self) -> None:
+        """End the processes now."""
+        self._process.kill()
+
+    async def answers(
+        self, name: str, texts: Sequence[Any], options: Mapping[str, Any],
+        seconds: float | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """What texts become, in their order; a caller that is cancelled frees their rows.
+
+        texts, options: see ``models.Served.asked``. seconds: until they end with an error.
+
+        Raises:
+            UserError: a text or an option cannot be used; its subclasses ``Full`` and ``Expired``.
+            Gone: a process has ended.
+        """
+        with self._called():
+            asked = await self._in_texts("asked", name, texts, options)
+            numbers = [next(self._numbers) for _ in texts]
+            inbox: asyncio.Queue[Any] = asyncio.Queue()
+            found: dict[int, Any] = {}
+            try:
+                self._submit(Submit(name, numbers, asked, seconds, streams=False), inbox)
+                while len(found) < len(numbers):
+                    ended = _checked(await inbox.get())
+                    found[ended.number] = ended.found
+            finally:
+                self._forget(numbers, found)
+            results = [found[number] for number in numbers]
+            answers: list[Any] = await self._in_texts("answers", name, asked, results, options)
+            return answers
+
+    async def stream(
+        self, name: str, text: str, options: Mapping[str, Any], seconds: float | None = None
+    ) -> AsyncGenerator[Answer, None]:
+        """The text of a language model as it grows; the last one is complete.
+
+        Raises:
+            See `answers`.
+        """
+        with self._called():
+            asked = await self._in_texts("asked", name, [text], options)
+            number = next(self._numbers)
+            inbox: asyncio.Queue[Any] = asyncio.Queue()
+            tokens: list[int] = []
+            ended: Ended | None = None
+            try:
+                self._submit(Submit(name, [number], asked, seconds, streams=True), inbox)
+                while ended is None:
+                    messages = [_checked(await inbox.get())]
+                    while not inbox.empty():
+                        messages.append(_checked(inbox.get_nowait()))
+                    for message in messages:
+                        if isinstance(message, Ended):
+                            ended = message
+                        else:
+                            tokens += message.tokens
+                    if ended is None:
+                        yield await self._in_texts("grown", name, asked[0], tokens, options)
+                        continue
+                    found = [ended.found]
+                    (answer,) = await self._in_texts("answers", name, asked, found, options)
+                    yield answer
+            finally:
+                self._forget([number], [] if ended is None else [number])
+
+    @contextlib.contextmanager
+    def _called(self) -> Iterator[None]:
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if self._ends and self._calls == 0:
+                self._close()
+
+    async def _in_texts(self, function: str, *arguments: Any) -> Any:
+        """What a function of `texts.Texts` returns, in the process that has the least to do."""
+        if self._is_gone:
+            raise Gone
+        place = self._busy.index(min(self._busy))
+        number = next(self._numbers)
+        inbox = self._waiting[number] = asyncio.Queue()
+        self._busy[place] += 1
+        self._texts[place].send(Work(number, function, arguments))
+        try:
+            return _checked(await inbox.get()).result
+        finally:
+            self._busy[place] -= 1
+            self._waiting.pop(number, None)
+
+    def _submit(self, message: Submit, inbox: asyncio.Queue[Any]) -> None:
+        if self._is_gone:
+            raise Gone
+        for number in message.numbers:
+            self._waiting[number] = inbox
+        self._device.send([message])
+
+    def _forget(self, numbers: Sequence[int], ended: Any) -> None:
+        """Cancel what has not ended."""
+        known = [number for number in numbers if self._waiting.pop(number, None) is not None]
+        left = [number for number in known if number not in ended]
+        if left and not self._is_gone:
+            self._device.send([Cancel(left)])
+
+    def _take(self, messages: Sequence[State | Ended | Told]) -> None:
+        for message in messages:
+            if isinstance(message, State):
+                self.state = message
+            else:
+                self._hand(message)
+
+    def _hand(self, message: Ended | Told | Worked) -> None:
+        if (inbox := self._waiting.get(message.number)) is not None:
+            inbox.put_nowait(message)
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        self._lose()
+
+    def _lose(self) -> None:
+        """A process has ended: so do all calls."""
+        if self._is_gone:
+            return
+        self._close()
+        for inbox in {*self._waiting.values()}:
+            inbox.put_nowait(Gone())
+        self.lost()
+
+    def _close(self) -> None:
+        if not self._is_gone:
+            self._is_gone = True
+            for channel in (self._device, *self._texts):
+                channel.close()
+
+
+def _load(plan: Plan, ends: Sequence[Connection]) -> None:
+    from lightseq_fairseq.cli.serving import loader
+
+    loader.main(plan, ends)
+
+
+def _checked(message: Any) -> Any:
+    """The message; raises what it tells."""
+    if isinstance(message, Gone):
+        raise message
+    if not isinstance(message, Told) and message.error is not None:
+        raise raised(message.error)
+    return message
