@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,26 +76,12 @@ def _hugging_face(
     source: Path, output: Path, languages: dict[str, str], texts: tuple[Path, ...]
 ) -> None:
     from lightseq_fairseq.base import files, tokenizer
-    from lightseq_fairseq.checkpoints import from_huggingface, saving
+    from lightseq_fairseq.checkpoints import from_huggingface
 
     with files.placed(output) as place:
         place.mkdir()
-        imported = from_huggingface.to_native(source, place, languages, texts)
-        state, vocabularies = imported.state, imported.vocabularies
-        args = state["args"]
-        args.data = str(output.resolve())
-        names = {side: f"dict.{getattr(args, f'{side}_lang', None)}.txt" for side in vocabularies}
-        if len(names) == 1:
-            names = {"source": "dict.txt"}
-        saving.save(saving.own_storage(state), str(place / "model.pt"))
-        for side, known in vocabularies.items():
-            known.dictionary().save(str(place / names[side]))
-            if len(names) == 1 and args.task == "translation" and not known.languages:
-                for name in tokenizer.SIDES:  # a search with this folder reads one of each side
-                    shutil.copyfile(place / names[side], place / f"dict.{name}.txt")
-            if known.languages:
-                text = "".join(f"{language}\n" for language in known.languages)
-                (place / "languages.txt").write_text(text, encoding="utf-8")
+        imported, names = from_huggingface.write(source, place, output, languages, texts)
+    args, vocabularies = imported.state["args"], imported.vocabularies
     words = " ".join(
         f"--{flag}dict {output / name}" for flag, name in zip(("src", "tgt"), names.values())
     )

@@ -110,8 +110,8 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
         request: Request, texts: Sequence[str], source: str | None, target: str | None,
         model: str | None = None, options: Mapping[str, Any] | None = None,
     ) -> list[Any]:  # fmt: skip
-        chosen = _translator(engines.models, model, source, target)
-        return await answers(request, chosen, texts, options or {})
+        chosen, pair = _translator(engines.models, model, source, target)
+        return await answers(request, chosen, texts, {**(options or {}), "languages": pair})
 
     @app.post("/translate", summary="Translate (LibreTranslate's API)")
     async def translate(body: Translate, request: Request) -> Any:
@@ -134,20 +134,23 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @app.get("/languages", summary="Languages (LibreTranslate's API)")
     async def languages() -> Any:
-        pairs = [each.languages for each in engines.models.values() if each.languages]
+        targets: dict[str, set[str]] = {}
+        for each in engines.models.values():
+            if each.languages is not None:
+                for code in each.languages.sources:
+                    targets.setdefault(code, set()).update(each.languages.targets)
         return [
-            {"code": code, "name": code, "targets": sorted({b for a, b in pairs if a == code})}
-            for code in sorted({source for source, _ in pairs})
+            {"code": code, "name": code, "targets": sorted(targets[code])}
+            for code in sorted(targets)
         ]
 
     @app.post("/v2/translate", summary="Translate (DeepL's API)")
     async def deepl(body: DeepL, request: Request) -> Any:
-        chosen = _translator(engines.models, None, body.source_lang, body.target_lang)
-        found = await answers(request, chosen, body.text, {})
-        source = "" if chosen.languages is None else chosen.languages[0].upper()
+        chosen, pair = _translator(engines.models, None, body.source_lang, body.target_lang)
+        found = await answers(request, chosen, body.text, {"languages": pair})
         texts = [
             {
-                "detected_source_language": source,
+                "detected_source_language": pair[0].upper(),
                 "text": each.hypotheses[0].text,
                 "billed_characters": len(text),
             }
@@ -165,8 +168,9 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @app.post("/summarize", summary="Summarize")
     async def summarize(body: Summarize, request: Request) -> Any:
-        chosen = _translator(engines.models, body.model, None, None)
-        found = await answers(request, chosen, _listed(body.text), body.options())
+        found = await translations(
+            request, _listed(body.text), None, None, body.model, body.options()
+        )
         best = [each.hypotheses[0].text for each in found]
         return {"summary": best[0] if isinstance(body.text, str) else best}
 
@@ -336,27 +340,41 @@ def _named(served: Mapping[str, Model], name: str) -> Model:
 
 
 def _translator(
-    served: Mapping[str, Model], name: str | None, source: str | None, target: str | None
-) -> Model:
-    """The model for a pair of languages, as codes in any case; None or "auto" fits all."""
-    found = [_named(served, name)] if name is not None else [*served.values()]
-    found = [each for each in found if each.languages is not None]
-    if not found:
+    models: Mapping[str, Model], name: str | None, source: str | None, target: str | None
+) -> tuple[Model, tuple[str, str]]:
+    """The model for two languages, and its codes of them; None or "auto" is the usual one."""
+    found = [_named(models, name)] if name is not None else [*models.values()]
+    translate = [(each, each.languages) for each in found if each.languages is not None]
+    if not translate:
         raise Refused(400, "This server has no translation model for this request.")
-
-    def fits(asked: str | None, has: str) -> bool:
-        """A region, as in EN-US, matters only if the model's code has one, too."""
-        if asked is None or asked.lower() in ("auto", has.lower()):
-            return True
-        return asked.lower().replace("_", "-").partition("-")[0] == has.lower()
-
-    for each in found:
-        assert each.languages is not None
-        if fits(source, each.languages[0]) and fits(target, each.languages[1]):
-            return each
-    pairs = ", ".join(f"{a} to {b}" for a, b in filter(None, (each.languages for each in found)))
+    for each, languages in translate:
+        usual = languages.usual or (None, None)
+        ours = _code(source, languages.sources, usual[0])
+        other = _code(target, languages.targets, usual[1])
+        if ours is not None and other is not None:
+            return each, (ours, other)
+    if not all(languages.usual for _, languages in translate) and None in (source, target):
+        raise Refused(400, "The model has several languages: send source and target.")
     asked = f"{source or 'auto'} to {target or 'any language'}"
+    pairs = ", ".join(
+        f"{a[0]} to {b[0]}" if len(a) == len(b) == 1 else "languages of GET /languages"
+        for _, (a, b, _) in translate
+    )
     raise Refused(400, f"There is no model for {asked}: this server translates {pairs}.")
+
+
+def _code(asked: str | None, codes: Sequence[str], usual: str | None) -> str | None:
+    """The model's code of a language; a region, as in EN-US, matters only if both have one."""
+    if asked is None or asked.lower() == "auto":
+        return usual
+    wanted = asked.lower().replace("-", "_")
+    known = {code.lower(): code for code in reversed(codes)}
+    if wanted in known:
+        return known[wanted]
+    base, _, region = wanted.partition("_")
+    if region:
+        return known.get(base)
+    return next((code for code in codes if code.lower().partition("_")[0] == base), None)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:

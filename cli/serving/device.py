@@ -67,7 +67,8 @@ class Device:
             positions = model.max_positions()
             longest, most = positions if isinstance(positions, tuple) else (positions, positions)
             its = limits._replace(
-                longest=min(limits.longest, longest), max_len=min(limits.max_len, most)
+                longest=min(limits.longest, longest),
+                max_len=min(limits.max_len, most - 1),  # and </s>
             )
             self._engines[name] = Engine(getattr(model, "encoder", None), model.decoder, its)
 

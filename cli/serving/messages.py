@@ -32,16 +32,27 @@ class Plan(NamedTuple):
     logs_json: bool
 
 
+class Languages(NamedTuple):
+    """Of a model that translates: from each of ``sources`` to each of ``targets``.
+
+    usual: the pair of requests that name none; None: they must name them.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    usual: tuple[str, str] | None
+
+
 class Model(NamedTuple):
     """What the server knows of a model.
 
-    does: "translates", "continues" or "encodes". languages: (source, target) of a model that
-    translates, else None. has_labels: whether it classifies. shown: for the log.
+    does: "translates", "continues" or "encodes". languages: None unless it translates.
+    has_labels: whether it classifies. shown: for the log.
     """
 
     name: str
     does: str
-    languages: tuple[str, str] | None
+    languages: Languages | None
     has_labels: bool
     shown: str
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
-from lightseq_fairseq.cli.serving.messages import Answer, Encoded, Found, Model
+from lightseq_fairseq.checkpoints import from_huggingface
+from lightseq_fairseq.checkpoints.languages import languages_of
+from lightseq_fairseq.cli.serving.messages import Answer, Encoded, Found, Languages, Model
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.python.language_model import LanguageModel
-from lightseq_fairseq.python.pretrained import Pretrained, task_of
+from lightseq_fairseq.python.pretrained import Pretrained, settings_of, task_of
 from lightseq_fairseq.python.roberta import RobertaModel
 from lightseq_fairseq.python.translator import Translator
 
@@ -21,7 +25,6 @@ if TYPE_CHECKING:
     from lightseq_fairseq.generation.texts import Predicted
     from lightseq_fairseq.python.roberta_interface import RobertaInterface
 
-_KINDS: tuple[type[Pretrained], ...] = (Translator, LanguageModel)
 _ENCODERS = ("masked_lm", "multilingual_masked_lm")  # tasks
 
 
@@ -53,25 +56,29 @@ class Served:
     """A model that texts can be sent to.
 
     Attributes:
-        name: by which requests name it.
+        name: by which requests name it. shown: for the log.
         does, languages, has_labels: see ``messages.Model``.
     """
 
     does: str
-    languages: tuple[str, str] | None = None
+    languages: Languages | None = None
     has_labels = False
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.shown = name, ""
 
     @property
     def described(self) -> Model:
         """What the server knows of it."""
-        return Model(self.name, self.does, self.languages, self.has_labels, repr(self))
+        return Model(self.name, self.does, self.languages, self.has_labels, self.shown)
 
     @property
     def model(self) -> Any:
         """fairseq's model, on the CPU."""
+        raise NotImplementedError
+
+    def open_tokenizer(self) -> None:
+        """Read its files, which is otherwise done for the first text."""
         raise NotImplementedError
 
     def asked(self, text: Any, options: Mapping[str, Any]) -> Any:
@@ -88,14 +95,23 @@ class Served:
 
 
 class Searched(Served):
-    """A translation model or a language model; ``pretrained`` is on the CPU."""
+    """A translation model or a language model; ``pretrained`` is on the CPU.
 
-    def __init__(self, name: str, pretrained: Pretrained) -> None:
+    has_pair: whether the languages of ``pretrained`` are those of requests that name none.
+    """
+
+    def __init__(self, name: str, pretrained: Pretrained, has_pair: bool) -> None:
         super().__init__(name)
         self.pretrained, self.does = pretrained, "continues"
+        self._between: dict[tuple[str, str], Pretrained] = {}
         if isinstance(pretrained, Translator):
             task = pretrained.configuration.task
-            self.does, self.languages = "translates", (str(task.source_lang), str(task.target_lang))
+            pair = str(task.source_lang), str(task.target_lang)
+            languages = (*pretrained.languages,)
+            sources, targets = (languages, languages) if languages else ((pair[0],), (pair[1],))
+            self.does = "translates"
+            self.languages = Languages(sources, targets, pair if has_pair else None)
+            self._between[pair] = pretrained
 
     def __repr__(self) -> str:
         return repr(self.pretrained)
@@ -104,10 +120,15 @@ class Searched(Served):
     def model(self) -> Any:
         return self.pretrained.model
 
+    def open_tokenizer(self) -> None:
+        self.pretrained.open_tokenizer()
+
     def asked(self, text: str, options: Mapping[str, Any]) -> Asked:
-        """options: fields of ``GenerationConfig``; "prefix", with which a translation begins."""
+        """options: fields of ``GenerationConfig``; "prefix", with which a translation begins;
+        "languages", source and target, which a translation needs."""
+        pretrained = self._chosen(options)
         try:
-            request = self.pretrained.request(text, _of_search(options))
+            request = pretrained.request(text, _of_search(options))
         except UserError as error:
             if "min_len" in str(error):  # in words of the commands
                 raise UserError("min_length is larger than the longest result.") from None
@@ -116,7 +137,7 @@ class Searched(Served):
         forced = None if batch.forced is None else batch.forced[0].tolist()
         begun = request.begun
         if prefix := options.get("prefix"):
-            tokens = self.pretrained.target_tokens(prefix)
+            tokens = pretrained.target_tokens(prefix)
             if request.options.unk in tokens:
                 raise UserError("The prefix has a word, or a part of one, that the model lacks.")
             forced = [*(forced or ()), *tokens]
@@ -126,16 +147,26 @@ class Searched(Served):
         )
 
     def answer(self, asked: Asked, found: Sequence[Found], options: Mapping[str, Any]) -> Answer:
-        hypotheses = self.pretrained.texts(map(_as_fairseqs, found), _of_search(options))
+        pretrained = self._chosen(options)
+        hypotheses = pretrained.texts(map(_as_fairseqs, found), _of_search(options))
         start = 0
         if self.does == "continues":
             start = len(asked.tokens)
             prompt = _as_fairseqs(Found(asked.tokens, 0.0, [0.0] * start))
-            said = self.pretrained.texts([prompt], _of_search(options))[0].text
+            said = pretrained.texts([prompt], _of_search(options))[0].text
             hypotheses = tuple(replace(x, text=x.text.removeprefix(said)) for x in hypotheses)
         written = sum(len(each.tokens) - start - 1 for each in found)  # without eos
         cut = tuple(len(each.tokens) > asked.max_len for each in found)
         return Answer(hypotheses, cut, (len(asked.tokens), written))
+
+    def _chosen(self, options: Mapping[str, Any]) -> Pretrained:
+        """The model for the languages of a request."""
+        pair = options.get("languages")
+        if pair is None:
+            return self.pretrained
+        if pair not in self._between:
+            self._between[pair] = self.pretrained.between(*pair)
+        return self._between[pair]
 
 
 class EncodedBy(Served):
@@ -160,6 +191,10 @@ class EncodedBy(Served):
     @property
     def model(self) -> Any:
         return self.interface.model
+
+    def open_tokenizer(self) -> None:
+        if self.interface.bpe is not None:
+            self.interface.bpe.decode(self.interface.bpe.encode("1"))
 
     def asked(self, text: str | Sequence[str], options: Mapping[str, Any]) -> Tokens:
         """options: "classifies", see `Tokens`."""
@@ -193,7 +228,7 @@ class EncodedBy(Served):
 
 
 def _of_search(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "prefix"}
+    return {name: value for name, value in options.items() if name not in ("prefix", "languages")}
 
 
 def _as_fairseqs(found: Found) -> dict[str, Any]:
@@ -215,20 +250,45 @@ def _of_texts() -> set[str]:
 
 
 def load(name: str, path: str, options: Mapping[str, Any]) -> Served:
-    """Load a model on the CPU.
+    """Load a model on the CPU, from a checkpoint, or a folder of a run or of `transformers`.
 
     Raises:
         UserError: it cannot be used.
     """
-    checkpoint = checkpoint_in(path)
-    task = task_of(checkpoint)
-    for kind in _KINDS:
-        if task in kind.kind.tasks:
-            return Searched(name, kind.from_pretrained(checkpoint, device="cpu", **options))
+    # Those of lightseq-import have a config.json, too.
+    if not (Path(path) / "config.json").is_file() or (Path(path) / "model.pt").is_file():
+        served = _load(name, checkpoint_in(path), options)
+        served.shown = repr(served)
+        return served
+    with tempfile.TemporaryDirectory() as place:
+        from_huggingface.write(Path(path), Path(place), Path(place), {}, ())
+        served = _load(name, checkpoint_in(place), options)
+        served.shown = repr(served).replace(checkpoint_in(place), path)
+        served.open_tokenizer()  # while its files exist
+        return served
+
+
+def _load(name: str, checkpoint: str, options: Mapping[str, Any]) -> Served:
+    settings = settings_of(checkpoint)
+    task = task_of(settings)
+    if task in Translator.kind.tasks:
+        imported = settings.get("generation", {}).get("options", {})
+        given = {**settings, **imported, **options}
+        file = Path(given.get("data") or "") / "languages.txt"  # of an import
+        known = languages_of({"lang_dict": file} if imported and file.is_file() else settings)
+        missing = [each for each in Translator.kind.settings if not given.get(each)]
+        has_pair = not known or not missing
+        if known:  # requests name the others
+            options = {**dict(zip(missing, known, strict=False)), **options}
+        model = Translator.from_pretrained(checkpoint, device="cpu", **options)
+        return Searched(name, model, has_pair)
+    if task in LanguageModel.kind.tasks:
+        model = LanguageModel.from_pretrained(checkpoint, device="cpu", **options)
+        return Searched(name, model, has_pair=False)
     if families.classifies(task) or task in _ENCODERS:
         own = {key: value for key, value in options.items() if key not in _of_texts()}
         return EncodedBy(name, RobertaModel.from_pretrained(checkpoint, **own))
     raise UserError(
-        f"{path} contains a model of --task {task}: lightseq-serve has models that translate, "
-        "continue prompts or encode texts."
+        f"{checkpoint} contains a model of --task {task}: lightseq-serve has models that "
+        "translate, continue prompts or encode texts."
     )

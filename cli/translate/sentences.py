@@ -7,6 +7,7 @@ fairseq and torch are imported when a model is loaded.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import math
 import time
@@ -41,6 +42,28 @@ class Loaded(NamedTuple):
     decode: Callable[[str], str]
     source: Callable[[str], str]
     on_gpu: bool
+
+    @property
+    def languages(self) -> list[str]:
+        """Those of a multilingual model whose languages share a dictionary; else none."""
+        task, found = self.task, getattr(self.task, "langs", [])
+        sides = [*getattr(task, "dicts", {0: task.source_dictionary}).values()]
+        return [*found] if all(each == task.target_dictionary for each in sides) else []
+
+    def between(self, source: str, target: str) -> Loaded:
+        """The same models for other ones of `languages`."""
+        task = copy.copy(self.task)
+        for name in ("args", "cfg"):
+            if (settings := copy.copy(getattr(task, name, None))) is not None:
+                settings.source_lang, settings.target_lang = source, target
+                setattr(task, name, settings)
+        if hasattr(task, "dicts"):  # of --task translation_multi_simple_epoch
+            same = dict.fromkeys((source, target), task.target_dictionary)
+            dictionaries = {**task.dicts, **same}
+            task.source_langs, task.target_langs, task.dicts = [source], [target], dictionaries
+            task.data_manager = copy.copy(task.data_manager)
+            task.data_manager.dicts = dictionaries
+        return self._replace(task=task)
 
 
 def uses_gpu(cfg: Any) -> bool:

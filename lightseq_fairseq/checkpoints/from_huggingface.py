@@ -21,7 +21,7 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightseq_fairseq.base import dictionaries
+from lightseq_fairseq.base import dictionaries, tokenizer
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.checkpoints import (
     counterparts,
@@ -64,6 +64,36 @@ class Imported(NamedTuple):
     vocabularies: dict[str, Vocabulary]
     classes: int
     flags: str
+
+
+def write(
+    folder: Path, place: Path, output: Path, languages: dict[str, str], texts: Sequence[Path]
+) -> tuple[Imported, dict[str, str]]:
+    """Write what `to_native` makes: model.pt, dictionaries, the tokenizer and languages.txt.
+
+    Args:
+        place: a new folder. output: where it will be, for the checkpoint.
+
+    Returns:
+        The model, and the name of the dictionary of each side.
+    """
+    imported = to_native(folder, place, languages, texts)
+    state, vocabularies = imported.state, imported.vocabularies
+    args = state["args"]
+    args.data = str(output.resolve())
+    names = {side: f"dict.{getattr(args, f'{side}_lang', None)}.txt" for side in vocabularies}
+    if len(names) == 1:
+        names = {"source": "dict.txt"}
+    saving.save(saving.own_storage(state), str(place / "model.pt"))
+    for side, known in vocabularies.items():
+        known.dictionary().save(str(place / names[side]))
+        if len(names) == 1 and args.task == "translation" and not known.languages:
+            for name in tokenizer.SIDES:  # a search with this folder reads one of each side
+                shutil.copyfile(place / names[side], place / f"dict.{name}.txt")
+        if known.languages:
+            text = "".join(f"{language}\n" for language in known.languages)
+            (place / "languages.txt").write_text(text, encoding="utf-8")
+    return imported, names
 
 
 def to_native(

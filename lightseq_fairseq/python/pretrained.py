@@ -13,6 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from lightseq_fairseq.base.errors import UserError
@@ -158,7 +159,7 @@ class Pretrained:
         # The fused layers apply dropout only in training mode.
         native = native or bool(options.get("retain_dropout"))
         if options.get("task") is None:
-            options["task"] = _task(trained)
+            options["task"] = task_of(trained)
         words = [folder, "--path", os.pathsep.join(paths), "--distributed-world-size", "1"]
         return cls(words, options, native)
 
@@ -195,6 +196,22 @@ class Pretrained:
         """
         with self._explained():
             return self._searched(options).request(self._tokens(text))
+
+    @property
+    def languages(self) -> list[str]:
+        """Those of a multilingual model, see ``Loaded.languages``; else none."""
+        return self._loaded.languages
+
+    def between(self: Self, source: str, target: str) -> Self:
+        """The same model, which shares the weights, for other ones of `languages`."""
+        other = copy.copy(self)
+        other._loaded, other._searches = self._loaded.between(source, target), OrderedDict()
+        return other
+
+    def open_tokenizer(self) -> None:
+        """Read the files of the tokenizer, which is otherwise done for the first text."""
+        for call in (self._loaded.encode, self._loaded.source, self._loaded.decode):
+            call("1")
 
     def target_tokens(self, text: str) -> list[int]:
         """The numbers of the tokens with which a result begins, without eos."""
@@ -357,25 +374,20 @@ def _listed(checkpoint: StrPath | Sequence[StrPath]) -> list[str]:
     return paths
 
 
-def task_of(path: str) -> str:
-    """The name of the task in a checkpoint's settings.
+def settings_of(path: str, options: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The task's settings in a checkpoint.
 
     Raises:
         UserError: the file cannot be read, or is no checkpoint.
     """
-    return _task(_settings(path, {}))
-
-
-def _settings(path: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The task's settings in a checkpoint."""
     from fairseq.checkpoint_utils import get_maybe_sharded_checkpoint_filename as first_shard
 
-    from lightseq_fairseq.fairseq_compat.checkpoints import open_checkpoint, settings_of
+    from lightseq_fairseq.fairseq_compat import checkpoints
 
     suffix, shards = options.get("checkpoint_suffix"), options.get("checkpoint_shard_count")
     path = first_shard(path, suffix or "", 0, int(shards or 1))
     try:
-        return settings_of(open_checkpoint(path), "task")
+        return checkpoints.settings_of(checkpoints.open_checkpoint(path), "task")
     except OSError as error:
         raise UserError(
             f"The checkpoint {path} cannot be read ({error.strerror}): use a file or a folder "
@@ -390,13 +402,13 @@ def _trained(path: str, kind: Kind, options: dict[str, Any]) -> dict[str, Any]:
         UserError: the file cannot be read or is no checkpoint; or its task is not that of ``kind``,
             and ``options`` name no task.
     """
-    settings = _settings(path, options)
-    if (task := _task(settings)) not in kind.tasks and options.get("task") is None:
+    settings = settings_of(path, options)
+    if (task := task_of(settings)) not in kind.tasks and options.get("task") is None:
         raise UserError(f"{path} contains a model of the task {task}: {kind.advice}.")
     return settings
 
 
-def _task(trained: dict[str, Any]) -> str:
+def task_of(trained: dict[str, Any]) -> str:
     """The name of the task in a checkpoint's settings of it."""
     return str(trained.get("_name") or trained.get("task") or "translation")
 

@@ -12,7 +12,7 @@ import helpers.hugging_face as hugging_face
 import pytest
 import torch
 from helpers.cli_runs import succeed
-from helpers.hugging_face import KINDS, SPECIAL, WORDS
+from helpers.hugging_face import KINDS, MBART50, WORDS
 from torch import nn
 
 from lightseq_fairseq import Translator
@@ -20,15 +20,6 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.checkpoints import matching, vocabulary
 from lightseq_fairseq.checkpoints.vocabulary import read_json
 
-MBART50 = KINDS["mbart"]._replace(
-    # It adds <pad>, 52 languages and <mask> to the words of sentencepiece.
-    tokenizer=lambda folder, words: hugging_face.fast("MBart50Tokenizer", unigram=True)(
-        folder, ["<unk>", "<s>", "</s>", *words[4:]]
-    ),
-    words=[*SPECIAL, *WORDS],
-    config={**KINDS["mbart"].config, "vocab_size": 4 + len(WORDS) + 52 + 1}
-    | {"decoder_start_token_id": 2},
-)
 SEARCH = {
     "num_beams": 4, "length_penalty": 0.7, "no_repeat_ngram_size": 2, "min_length": 5,
     "max_length": 15, "early_stopping": False,

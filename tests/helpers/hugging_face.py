@@ -212,6 +212,16 @@ KINDS = {
     ),
 }
 
+MBART50 = KINDS["mbart"]._replace(
+    # It adds <pad>, 52 languages and <mask> to the words of sentencepiece.
+    tokenizer=lambda folder, words: fast("MBart50Tokenizer", unigram=True)(
+        folder, ["<unk>", "<s>", "</s>", *words[4:]]
+    ),
+    words=[*SPECIAL, *WORDS],
+    config={**KINDS["mbart"].config, "vocab_size": 4 + len(WORDS) + 52 + 1}
+    | {"decoder_start_token_id": 2},
+)
+
 
 def make(kind: Kind, folder: Path) -> Any:
     """Writes the folder of a model whose numbers all differ, and returns the model."""
