@@ -138,8 +138,8 @@ class Device:
                 raise  # the GPU may be unusable: the server ends
             return
         for ticket in engine.grown:
-            number, told = self._numbers[ticket], self._told.get(ticket, 0)
-            self._outgoing.append(Told(number, ticket.tokens[told:]))
+            number, known = self._numbers[ticket], self._told.get(ticket, 0)
+            self._outgoing.append(Told(number, ticket.tokens[known:]))
             self._told[ticket] = len(ticket.tokens)
         for ticket in ended:
             says = None if ticket.error is None else told(ticket.error)
@@ -192,7 +192,7 @@ def main(
             of_all = plan.memory * (1 << 30) / torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(of_all, 1.0))
         Device(served, plan, device, connection).run()
-    except (EOFError, BrokenPipeError):  # the server has ended, or has loaded the models again
+    except (EOFError, ConnectionError):  # the server has ended, or has loaded the models again
         os._exit(0)
     except torch.OutOfMemoryError:  # others end only their requests
         limit = "" if plan.memory is None else f", of which they may use {plan.memory:g} GiB"

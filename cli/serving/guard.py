@@ -82,7 +82,8 @@ class Guard:
             await self.app(scope, receive, send)
             return
         began, path, status, read = time.perf_counter(), scope["path"], 0, 0
-        scope["logged"] = logged = {}
+        logged: dict[str, Any] = {}
+        scope["logged"] = logged
 
         async def bounded() -> Message:
             nonlocal read

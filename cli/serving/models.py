@@ -280,8 +280,8 @@ def _load(name: str, checkpoint: str, options: Mapping[str, Any]) -> Served:
         has_pair = not known or not missing
         if known:  # requests name the others
             options = {**dict(zip(missing, known, strict=False)), **options}
-        model = Translator.from_pretrained(checkpoint, device="cpu", **options)
-        return Searched(name, model, has_pair)
+        translator = Translator.from_pretrained(checkpoint, device="cpu", **options)
+        return Searched(name, translator, has_pair)
     if task in LanguageModel.kind.tasks:
         model = LanguageModel.from_pretrained(checkpoint, device="cpu", **options)
         return Searched(name, model, has_pair=False)

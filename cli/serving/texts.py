@@ -5,11 +5,12 @@ So this work stops neither the server nor the device.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.serving.log import LOGGER
@@ -56,12 +57,13 @@ class Texts:
 def main(served: Mapping[str, Served], connection: Connection) -> None:
     """The process: answers each ``messages.Work``, in their order, until the connection closes."""
     warnings.simplefilter("ignore")  # such as those of unknown words, for each text
-    texts = Texts(served)
+    with contextlib.suppress(EOFError, ConnectionError):
+        _answer(Texts(served), connection)
+
+
+def _answer(texts: Texts, connection: Connection) -> NoReturn:
     while True:
-        try:
-            work = connection.recv()
-        except EOFError:
-            return
+        work = connection.recv()
         result, error = None, None
         try:
             result = getattr(texts, work.function)(*work.arguments)
