@@ -11,13 +11,19 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.start.commands import CommandError, version
 from lightseq_fairseq.cli.start.launch import Abandoned, PassThrough
+
+if TYPE_CHECKING:
+    from uvicorn import Server
+
+    from lightseq_fairseq.cli.serving.engines import Engines
+    from lightseq_fairseq.cli.serving.messages import Bounds, Plan
 
 _PROGRAM = "lightseq-serve"
 _SETTINGS = {"ignore_unknown_options": True, "max_content_width": 100}
@@ -103,55 +109,48 @@ def main(words: list[str], **options: Any) -> None:
 
     localhost:8000/docs lists the endpoints. docs/serve.md explains them.
     """
-    if not words:
-        raise CommandError(_PROGRAM, "There is no model: give a checkpoint or the folder of a run.")
-    models, flags = _parted(words)
+    host, port = options.pop("host"), options.pop("port")
     try:
-        _serve(models, flags, **options)
+        _serve(host, port, words, options)
     except UserError as error:
         raise CommandError(_PROGRAM, str(error)) from error
 
 
-def _parted(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The models, and the flags behind them as options of Python."""
-    first = next((n for n, word in enumerate(words) if word.startswith("--")), len(words))
-    models, rest = [*words[:first]], [*words[first:]]
-    flags: dict[str, Any] = {}
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            raise CommandError(_PROGRAM, f"{word} belongs to no flag: models come before flags.")
-        name, has_value, value = word[2:].partition("=")
-        if not has_value and rest and not rest[0].startswith("--"):
-            value, has_value = rest.pop(0), "="
-        flags[name.replace("-", "_")] = value if has_value else True
-    if not models:
-        raise CommandError(_PROGRAM, "There is no model: name it before the flags.")
-    return models, flags
+def engines_of(words: Sequence[str]) -> tuple[Engines, Bounds]:
+    """The models of a command line of ``lightseq-serve``, for servers of others.
+
+    words: the models and the flags; those of an address have no effect.
+
+    Returns:
+        When the models are loaded: the models, and what a request may ask for.
+
+    Raises:
+        click.ClickException: words cannot be used.
+        UserError: a model cannot be served.
+    """
+    options = main.make_context(_PROGRAM, [*words]).params
+    _prepare(options["log_json"])
+    plan, bounds = _planned(**options)
+    return _loaded(plan), bounds
 
 
-def _serve(
-    models: Sequence[str], flags: dict[str, Any], *, host: str, port: int, api_key: str | None,
-    fp16: bool, bf16: bool, cpu: bool, slots: int | None, max_length: int | None, max_beam: int,
-    max_texts: int, max_characters: int, max_body: int, max_requests: int, timeout: float,
-    gpu_memory: float | None, workers: int, log_json: bool,
-) -> None:  # fmt: skip
-    """See `main`."""
+def _prepare(log_json: bool) -> None:
     from lightseq_fairseq.cli.serving import log, processes
 
     processes.prepare()
-    try:
-        import uvicorn
-
-        from lightseq_fairseq.cli.serving.app import application
-        from lightseq_fairseq.cli.serving.engines import Engines
-        from lightseq_fairseq.cli.serving.guard import Bounds
-        from lightseq_fairseq.cli.serving.messages import Plan
-    except ImportError as error:
-        raise UserError(
-            f"{error.name} is not installed: pip install fastapi uvicorn prometheus-client."
-        ) from None
     log.set_up(log_json)
+
+
+def _planned(
+    words: Sequence[str], *, api_key: str | None, fp16: bool, bf16: bool, cpu: bool,
+    slots: int | None, max_length: int | None, max_beam: int, max_texts: int, max_characters: int,
+    max_body: int, max_requests: int, timeout: float, gpu_memory: float | None, workers: int,
+    log_json: bool, **_: Any,
+) -> tuple[Plan, Bounds]:  # fmt: skip
+    """What the flags ask for, see `main`."""
+    from lightseq_fairseq.cli.serving.messages import Bounds, Plan
+
+    models, flags = _parted(words)
     if fp16 and bf16:
         raise UserError("--fp16 and --bf16 cannot be used together: remove one.")
     named = tuple(_named(word) for word in models)
@@ -164,13 +163,59 @@ def _serve(
     beam = str(flags.get("beam", ""))
     if beam.isdigit() and int(beam) > max_beam:
         raise UserError(f"--beam {beam} is larger than --max-beam {max_beam}: raise that, too.")
-    listening = _listening(host, port)
     dtype = "float16" if fp16 else "bfloat16" if bf16 else "float32"
-    plan = Plan(named, flags, dtype, cpu, slots, max_length, gpu_memory, workers, log_json)
+    return (
+        Plan(named, flags, dtype, cpu, slots, max_length, gpu_memory, workers, log_json),
+        Bounds(max_texts, max_characters, max_body, max_beam, timeout, max_requests, api_key),
+    )
+
+
+def _parted(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The models, and the flags behind them as options of Python."""
+    if not words:
+        raise UserError("There is no model: give a checkpoint or the folder of a run.")
+    first = next((n for n, word in enumerate(words) if word.startswith("--")), len(words))
+    models, rest = [*words[:first]], [*words[first:]]
+    flags: dict[str, Any] = {}
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"{word} belongs to no flag: models come before flags.")
+        name, has_value, value = word[2:].partition("=")
+        if not has_value and rest and not rest[0].startswith("--"):
+            value, has_value = rest.pop(0), "="
+        flags[name.replace("-", "_")] = value if has_value else True
+    if not models:
+        raise UserError("There is no model: name it before the flags.")
+    return models, flags
+
+
+def _loaded(plan: Plan) -> Engines:
+    from lightseq_fairseq.cli.serving import log
+    from lightseq_fairseq.cli.serving.engines import Engines
+
     engines = Engines(plan)
     for each in engines.models.values():
         log.LOGGER.info("%s: %s", each.name, each.shown)
-    bounds = Bounds(max_texts, max_characters, max_body, max_beam, timeout, max_requests, api_key)
+    return engines
+
+
+def _serve(host: str, port: int, words: Sequence[str], options: dict[str, Any]) -> None:
+    """See `main`."""
+    _prepare(options["log_json"])
+    try:
+        import uvicorn
+
+        from lightseq_fairseq.cli.serving.app import application
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed: pip install fastapi uvicorn prometheus-client."
+        ) from None
+    from lightseq_fairseq.cli.serving import log
+
+    plan, bounds = _planned(words, **options)
+    listening = _listening(host, port)
+    engines = _loaded(plan)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one for each connection
     config = uvicorn.Config(
@@ -186,7 +231,7 @@ def _serve(
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     server = uvicorn.Server(config)
     try:
-        server.run(sockets=[listening])
+        asyncio.run(_run(server, engines, listening))
     finally:
         engines.kill()
     if engines.is_gone:
@@ -195,6 +240,34 @@ def _serve(
         raise Abandoned(_PROGRAM, "interrupted.", 128 + signal.SIGINT)
     sys.stdout.flush()
     os._exit(0)  # a normal exit would wait for threads that wait for the processes
+
+
+async def _run(server: Server, engines: Engines, listening: socket.socket) -> None:
+    """Until the server ends; SIGHUP loads the models again."""
+    has_terminal, tasks = sys.stderr.isatty(), set()
+
+    def hang_up() -> None:
+        if has_terminal and not sys.stderr.isatty():
+            signal.raise_signal(signal.SIGTERM)  # as other programs end when it has gone
+            return
+        task = asyncio.create_task(_reload(engines))
+        tasks.add(task)
+        task.add_done_callback(tasks.remove)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+    await server.serve([listening])
+
+
+async def _reload(engines: Engines) -> None:
+    from lightseq_fairseq.cli.serving import log
+
+    log.LOGGER.info("loads the models again")
+    try:
+        await engines.reload()
+    except UserError as error:
+        log.LOGGER.error("error: %s The models of before stay.", error)
+    else:
+        log.LOGGER.info("serves the models that it has loaded again")
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import functools
 import re
-import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from lightseq_fairseq import __version__
 from lightseq_fairseq.base.errors import Expired, Full, UserError
-from lightseq_fairseq.cli.serving import completions, log
+from lightseq_fairseq.cli.serving import completions
 from lightseq_fairseq.cli.serving.bodies import (
     Classify,
     Complete,
@@ -32,8 +29,8 @@ from lightseq_fairseq.cli.serving.bodies import (
     Translate,
 )
 from lightseq_fairseq.cli.serving.engines import Engines
-from lightseq_fairseq.cli.serving.guard import Bounds, Guard, Refused, refusal
-from lightseq_fairseq.cli.serving.messages import Model
+from lightseq_fairseq.cli.serving.guard import Guard, Refused, refusal
+from lightseq_fairseq.cli.serving.messages import Bounds, Model
 from lightseq_fairseq.cli.serving.metrics import Metrics
 from lightseq_fairseq.cli.serving.processes import Gone
 from lightseq_fairseq.generation.texts import Prediction
@@ -51,12 +48,10 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engines.connect()
-        tasks = [asyncio.create_task(engines.warm_up())]
-        hang_up = functools.partial(_hang_up, engines, sys.stderr.isatty(), tasks)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+        warming = asyncio.create_task(engines.warm_up())
         yield
-        for task in tasks:
-            task.cancel()
+        warming.cancel()
+        engines.kill()
 
     app = FastAPI(
         title="LightSeq", version=__version__, lifespan=lifespan, redirect_slashes=False,
@@ -258,24 +253,6 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     paths.update(route.path for route in app.routes if hasattr(route, "path"))
     return app
-
-
-def _hang_up(engines: Engines, had_terminal: bool, tasks: list[asyncio.Task[None]]) -> None:
-    """SIGHUP: load the models again; or end, if the terminal has gone."""
-    if had_terminal and not sys.stderr.isatty():
-        signal.raise_signal(signal.SIGTERM)
-        return
-    tasks.append(asyncio.create_task(_reload(engines)))
-
-
-async def _reload(engines: Engines) -> None:
-    log.LOGGER.info("loads the models again")
-    try:
-        await engines.reload()
-    except UserError as error:
-        log.LOGGER.error("error: %s The models of before stay.", error)
-    else:
-        log.LOGGER.info("serves the models that it has loaded again")
 
 
 def _first(error: RequestValidationError) -> str:

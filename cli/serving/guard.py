@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi.responses import JSONResponse
@@ -14,28 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightseq_fairseq.cli.serving import log
+from lightseq_fairseq.cli.serving.messages import Bounds
 from lightseq_fairseq.cli.serving.metrics import Metrics
 
 _RETRY = 1  # seconds after which a client may try again when too many requests wait
 _BODY_SECONDS = 30.0  # in which the body of a request must arrive
 _FOR_ALL = ("/health", "/ready", "/metrics")  # answered under any load
 _OPEN = (*_FOR_ALL, "/docs", "/openapi.json", "/languages")  # without a key
-
-
-class Bounds(NamedTuple):
-    """What a client may ask for.
-
-    texts, characters: of a request, of all its texts. body: bytes. beam: hypotheses. seconds:
-    until an answer. requests: at a time. key: that requests must have; None for none.
-    """
-
-    texts: int
-    characters: int
-    body: int
-    beam: int
-    seconds: float
-    requests: int
-    key: str | None
 
 
 class Refused(HTTPException):

@@ -32,6 +32,22 @@ class Plan(NamedTuple):
     logs_json: bool
 
 
+class Bounds(NamedTuple):
+    """What a client may ask for.
+
+    texts, characters: of a request, of all its texts. body: bytes. beam: hypotheses. seconds:
+    until an answer. requests: at a time. key: that requests must have; None for none.
+    """
+
+    texts: int
+    characters: int
+    body: int
+    beam: int
+    seconds: float
+    requests: int
+    key: str | None
+
+
 class Languages(NamedTuple):
     """Of a model that translates: from each of ``sources`` to each of ``targets``.
 

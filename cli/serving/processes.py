@@ -87,6 +87,9 @@ def prepare() -> None:
     They ignore Ctrl-C: it reaches the server, which ends them.
     """
     multiprocessing.set_forkserver_preload([_LOADER])
+    if threading.current_thread() is not threading.main_thread():  # of another's server
+        forkserver.ensure_running()
+        return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they inherit it
     try:
         forkserver.ensure_running()
