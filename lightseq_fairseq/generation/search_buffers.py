@@ -183,14 +183,16 @@ class SearchBuffers:
 
         numbers: integers [len(OF_SENTENCE), n]. scores: float32 [n, beam].
         """
-        parts = [slots, sentences, *numbers, scores.ravel().view(np.int32)]
-        at, its, *new = self.sent(np.concatenate(parts)).split([len(each) for each in parts])
-        at = at.long()
-        self.sentences[at] = its
         beam = scores.shape[1]
-        for name, each in zip(OF_SENTENCE, new[:-1], strict=True):
-            _by_slot(getattr(self, name), beam)[at] = each[:, None]
-        _by_slot(self.scores, beam)[at] = new[-1].view(torch.float32).view(-1, beam)
+        rows = (slots[:, None] * beam + np.arange(beam)).ravel()
+        # All are in the block: one copy, and one kernel that writes them.
+        parts = [(self._places["sentences"].start + slots, sentences)]
+        for name, each in zip(OF_SENTENCE, numbers.repeat(beam, 1), strict=True):
+            parts.append((self._places[name].start + rows, each))
+        parts.append((self._places["scores"].start + rows, scores.ravel().view(np.int32)))
+        numbers = np.concatenate([each for both in zip(*parts, strict=True) for each in both])
+        at, new = self.sent(numbers).chunk(2)
+        self._block[at.long()] = new
 
     def sent(self, numbers: np.ndarray) -> Tensor:
         """Integers on the device, as int32."""
@@ -288,8 +290,3 @@ def _aligned(size: int) -> int:
 def power(size: int) -> int:
     """The smallest power of two that is at least ``size``."""
     return 1 << max(size - 1, 0).bit_length()
-
-
-def _by_slot(rows: Tensor, beam: int) -> Tensor:
-    """[R] -> [slots, beam], a view."""
-    return rows[: len(rows) // beam * beam].view(-1, beam)
