@@ -101,11 +101,11 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
     for _ in range(3):  # afterwards nothing grows, and everything is captured
         translate(model, beam=5)
     loop = ("_refill", "_compact", "_step")
-    calls = forbid_waits(monkeypatch, *((search._Search, name) for name in loop))
+    calls = forbid_waits(monkeypatch, *((search.Search, name) for name in loop))
     translate(model, beam=5)
     assert set(calls) == {*loop}
     # With samples on the CPU, nothing before the loop waits either.
-    calls = forbid_waits(monkeypatch, (search._Search, "__init__"))
+    calls = forbid_waits(monkeypatch, (search.Search, "__init__"))
     translate(model, on_cpu=True, beam=5)
     assert set(calls) == {"__init__"}
     with pytest.raises(RuntimeError, match="synchroniz"):

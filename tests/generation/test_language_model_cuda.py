@@ -162,7 +162,7 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
     for _ in range(3):  # afterwards memory has its final size, and all graphs exist
         generate(model, **options)
     names = ("__init__", "_refill", "_compact", "_step")
-    calls = forbid_waits(monkeypatch, *((search._Search, name) for name in names))
+    calls = forbid_waits(monkeypatch, *((search.Search, name) for name in names))
     generate(model, on_cpu=True, **options)
     assert set(calls) == {*names}
 

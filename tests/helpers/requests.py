@@ -56,9 +56,17 @@ def assert_is(ticket: Ticket, expected: Any) -> None:
     assert_close(dict(enumerate(ticket.results or [])), dict(enumerate(expected)))
 
 
-def assert_served(engine: Engine, model: Any, asked: list[Request]) -> None:
+def _words(results: Any) -> list[list[int]]:
+    """Of the best hypothesis of each sentence."""
+    return [hypotheses[0]["tokens"].tolist() for hypotheses in results]
+
+
+def assert_served(engine: Engine, model: Any, asked: list[Request], rounds: bool = False) -> None:
     """Requests that arrive one after another, of which some are cancelled, get the results of a
-    search of their own; those that arrive first begin first."""
+    search of their own; those that arrive first begin first.
+
+    rounds: in 16 bits sums depend on the number of rows, so a few requests may get other words.
+    """
     expected = [offline(model, each) for each in asked]
     rng = random.Random(3)
     tickets: list[Ticket] = []
@@ -76,8 +84,12 @@ def assert_served(engine: Engine, model: Any, asked: list[Request]) -> None:
     assert 1 < len(cancelled) < 20
     assert {*ended} == {*tickets} - cancelled
     assert len(ended) == len({*ended})
-    for ticket, wanted in zip(tickets, expected, strict=True):
-        if ticket not in cancelled:
+    pairs = [x for x in zip(tickets, expected, strict=True) if x[0] not in cancelled]
+    if rounds:
+        others = sum(_words(ticket.results or []) != _words(wanted) for ticket, wanted in pairs)
+        assert others <= 0.05 * len(pairs)
+    else:
+        for ticket, wanted in pairs:
             assert_is(ticket, wanted)
     begun = [ticket.began for ticket in tickets if ticket.began is not None]
     assert begun == sorted(begun)

@@ -17,6 +17,7 @@ import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.huggingface.captured import CapturedStep
 from scripts.random_models import PAIRS, build
 
+BATCH = {"per_device_train_batch_size": 100}
 FEW = {"max_steps": 40, "warmup_steps": 4, "logging_steps": 1, "use_cpu": False}
 
 
@@ -119,19 +120,19 @@ def test_the_host_does_not_wait(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_memory_is_not_above_hugging_faces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many tokens a batch as in training: our weights in 16 bits stay between updates."""
     sizes = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072,
              "num_hidden_layers": 6}  # fmt: skip
     model = build("BertForSequenceClassification", **sizes)
     monkeypatch.setattr(test_trainers, "first_model", lambda: model)
     peaks = []
     for kind in (PLAIN, CAPTURED):
-        trainer = trainer_of(tmp_path, kind, **FEW, bf16=True, dropout=0.1)
+        trainer = trainer_of(tmp_path, kind, **FEW, **BATCH, bf16=True, dropout=0.1)
         gc.collect()  # what trainers before this one held
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trained(trainer)
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del trainer
-    # cuBLAS's workspaces do not depend on the model's size.
-    assert peaks[1] < peaks[0] + (64 << 20), peaks
+    assert peaks[1] <= peaks[0], peaks
     assert peaks[0] > 8 * sum(p.numel() for p in model.parameters())  # the moments alone

@@ -246,7 +246,7 @@ def test_a_validation_takes_the_memory_of_graphs_where_it_needs_it(
     flags.update(validate_interval=100)  # not at the end of an epoch, so only at updates 12 and 24
     validates, valid = TranslationTask.valid_step, []
     # bytes that a validation allocates, and the limit for everything together
-    more, limit = 64 << 20, 0
+    more, limit = 0, 0
 
     def validated(self: TranslationTask, *arguments: Any) -> Any:
         loss, *others = validates(self, *arguments)
@@ -254,9 +254,12 @@ def test_a_validation_takes_the_memory_of_graphs_where_it_needs_it(
         return loss, *others
 
     def greedy(self: TranslationTask, *arguments: Any) -> Any:
-        nonlocal limit
+        nonlocal limit, more
         torch.cuda.empty_cache()
-        limit = limit or torch.cuda.memory_reserved() + more // 2
+        # It must not fit into what is free of the memory that is reserved.
+        free = torch.cuda.memory_stats()["inactive_split_bytes.all.current"]
+        more = more or free + (64 << 20)
+        limit = limit or torch.cuda.memory_reserved() + (32 << 20)
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
         try:
             torch.empty(more, dtype=torch.uint8, device="cuda")
