@@ -21,20 +21,14 @@
 // the inputs within a product does not matter, if it is the same for x and W. So lane 4g + t reads
 // 16 bytes, inputs 8t ... 8t + 7 of 32, from row g of x and of W. It uses them as columns 2t,
 // 2t + 1, 2t + 8 and 2t + 9 of two fragments. This needs no ldmatrix and has no bank conflicts.
-//
-// norm_linear_fwd uses the same kernel, for at most 8 rows: it multiplies
-// LayerNorm(x + bias + residual), which each block computes of all rows. That takes less time than
-// a kernel of its own, which would have to end before this one could read its result.
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/check.h"
 #include "common/columns.cuh"
 #include "common/device.h"
 #include "common/launch.cuh"
-#include "common/prefetch.cuh"
 #include "common/ptx/mma.cuh"
 #include "linear/forward.cuh"
 
@@ -49,9 +43,6 @@ constexpr int kStages = 4;      // stages of a warp's pipeline; each holds a chu
 constexpr int kTileBytes = kTile * kChunk * 2;
 constexpr int kMinWarps = 8, kMaxWarps = 16;
 static_assert(kMaxTiles * kFewRows / kTile <= kMinWarps, "a warp adds up at most one tile");
-constexpr int kNormChunks = 2;  // of a warp, which holds them in registers
-static_assert(kNormChunks <= kStages && kNormChunks * kChunk * kMaxWarps == kMostNormColumns);
-static_assert(kFewNormRows == kTile);
 
 // The left operands of two products, from 16 bytes of each row. If there are at most eight rows,
 // one operand serves both products: the first product uses its upper half, the second its lower
@@ -67,137 +58,10 @@ __device__ __forceinline__ void fragments_of(const Columns<T> (&x)[2], uint32_t 
   for (int i = 0; i < 8; ++i) f[i / 4][i % 4] = x[i % 2].words[i / 2];
 }
 
-template <typename T>
-struct NormParams {
-  const T *bias, *residual, *gamma, *beta;
-  T* kept;
-  int64_t residual_stride;
-  float eps, inverse;  // 1 / columns
-  bool keeps_result;
-
-  explicit NormParams(const Product& p)
-      : bias(static_cast<const T*>(p.norm->bias)),
-        residual(static_cast<const T*>(p.norm->residual)),
-        gamma(static_cast<const T*>(p.norm->gamma)),
-        beta(static_cast<const T*>(p.norm->beta)),
-        kept(static_cast<T*>(p.norm->kept)),
-        residual_stride(p.norm->residual_stride),
-        eps(p.norm->eps),
-        inverse(1.0f / static_cast<float>(p.a.columns)),
-        keeps_result(p.norm->keeps_result) {}
-};
-
-struct NoNorm {
-  explicit NoNorm(const Product&) {}
-};
-
-// Replaces the lane's inputs of its row, which it loads, by those of the LayerNorm. All threads of
-// the block must call it. first_input: the lane's first input; step: from one chunk to the next.
-template <typename T>
-__device__ __forceinline__ void load_norm(const NormParams<T>& norm, const LinearParams<T>& p,
-                                          int first_input, int step,
-                                          Columns<T> (&values)[kStages][2][1]) {
-  __shared__ float rooms[2][kTile][kMaxWarps];  // sums of warps
-  const int g = threadIdx.x / 4, t = threadIdx.x % 4;
-  const auto input = [&](int stage, int half) {
-    return first_input + stage * step + half * kFragments;
-  };
-  const auto exists = [&](int stage, int half) {
-    return g < p.rows && input(stage, half) < p.inputs;
-  };
-  // A sum over the row, in a fixed order.
-  const auto sum_of_row = [&](float x, float (&room)[kTile][kMaxWarps]) {
-    x += __shfl_xor_sync(kAllLanes, x, 1);
-    x += __shfl_xor_sync(kAllLanes, x, 2);
-    if (t == 0) room[g][threadIdx.y] = x;
-    __syncthreads();
-    float sum = 0.0f;
-    for (int warp = 0; warp < static_cast<int>(blockDim.y); ++warp) sum += room[g][warp];
-    return sum;
-  };
-  Columns<T> residual[kNormChunks][2] = {}, bias[kNormChunks][2] = {};
-#pragma unroll
-  for (int stage = 0; stage < kNormChunks; ++stage) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!exists(stage, half)) continue;
-      const int column = input(stage, half);
-      values[stage][half][0].load_cg(p.x + g * p.x_stride + column);
-      if (norm.residual != nullptr) {
-        residual[stage][half].load_cg(norm.residual + g * norm.residual_stride + column);
-      }
-      if (norm.bias != nullptr) bias[stage][half].load(norm.bias + column);
-    }
-  }
-  float total[kNormChunks][2][kColumnsPerDraw], sum = 0.0f;
-#pragma unroll
-  for (int stage = 0; stage < kNormChunks; ++stage) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float (&x)[kColumnsPerDraw] = total[stage][half];
-      float added[kColumnsPerDraw], rest[kColumnsPerDraw];
-      values[stage][half][0].unpack(x);
-      bias[stage][half].unpack(added);
-      residual[stage][half].unpack(rest);
-#pragma unroll
-      for (int e = 0; e < kColumnsPerDraw; ++e) {
-        x[e] = x[e] + added[e] + rest[e];
-        sum += x[e];
-      }
-    }
-  }
-  const float mean = sum_of_row(sum, rooms[0]) * norm.inverse;
-  float squares = 0.0f;
-#pragma unroll
-  for (int stage = 0; stage < kNormChunks; ++stage) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!exists(stage, half)) continue;
-#pragma unroll
-      for (int e = 0; e < kColumnsPerDraw; ++e) {
-        const float x = total[stage][half][e] - mean;
-        squares = fmaf(x, x, squares);
-      }
-    }
-  }
-  const float rstd = rsqrtf(sum_of_row(squares, rooms[1]) * norm.inverse + norm.eps);
-  const bool keeps = norm.kept != nullptr && blockIdx.x == 0;
-#pragma unroll
-  for (int stage = 0; stage < kNormChunks; ++stage) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!exists(stage, half)) continue;
-      const int column = input(stage, half);
-      T* const kept = norm.kept + static_cast<int64_t>(g) * p.inputs + column;
-      float (&x)[kColumnsPerDraw] = total[stage][half];
-      Columns<T> packed;
-      if (keeps && !norm.keeps_result) {
-        packed.pack(x);
-        packed.store(kept);
-      }
-      float gamma[kColumnsPerDraw], beta[kColumnsPerDraw] = {};
-      packed.load(norm.gamma + column);
-      packed.unpack(gamma);
-      if (norm.beta != nullptr) {
-        packed.load(norm.beta + column);
-        packed.unpack(beta);
-      }
-#pragma unroll
-      for (int e = 0; e < kColumnsPerDraw; ++e) {
-        x[e] = fmaf((x[e] - mean) * rstd, gamma[e], beta[e]);
-      }
-      values[stage][half][0].pack(x);
-      if (keeps && norm.keeps_result) values[stage][half][0].store(kept);
-    }
-  }
-}
-
 // kTiles: tiles of outputs per block. kRowTiles: tiles of rows, 1 or 2.
-template <typename T, int kTiles, int kRowTiles, typename Before>
+template <typename T, int kTiles, int kRowTiles>
 __global__ void __launch_bounds__(kWarp* kMaxWarps)
-    linear_few_rows_kernel(const __grid_constant__ LinearParams<T> p,
-                           const __grid_constant__ Before before) {
-  constexpr bool kHasNorm = !std::is_same_v<Before, NoNorm>;
+    linear_few_rows_kernel(const __grid_constant__ LinearParams<T> p) {
   extern __shared__ uint4 shared[];
   char* const room = reinterpret_cast<char*>(shared);
   const int room_of_warp = min(p.chunks, kStages) * kTiles * kTileBytes;
@@ -248,13 +112,6 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
     x[i] = p.x + (i * kTile + g) * p.x_stride + first_input;
     left[i] = i * kTile + g < p.rows ? p.inputs - first_input : 0;
   }
-  if constexpr (kHasNorm) {
-    if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
-      for (const T* const vector : {before.bias, before.gamma, before.beta}) {
-        if (vector != nullptr) prefetch(vector, p.inputs * static_cast<int>(sizeof(T)));
-      }
-    }
-  }
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 
@@ -262,9 +119,8 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
   float sums[kTiles][2][4] = {};
   for (int begin = 0; begin < p.chunks; begin += kStages) {
     Columns<T> values[kStages][2][kRowTiles] = {};
-    if constexpr (kHasNorm) load_norm(before, p, first_input, step, values);
 #pragma unroll
-    for (int stage = 0; stage < kStages && !kHasNorm; ++stage) {
+    for (int stage = 0; stage < kStages; ++stage) {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -320,9 +176,8 @@ __global__ void __launch_bounds__(kWarp* kMaxWarps)
 
 void multiply_few_rows(const Product& p) {
   const int32_t device = p.out.owner.get_device();
-  // With a norm, as many warps as possible share the row, since it delays all products.
-  const int64_t of_warp = p.norm ? kChunk : 2 * kChunk;
-  const int64_t warps = std::clamp<int64_t>(blocks_for(p.a.columns, of_warp), kMinWarps, kMaxWarps);
+  const int64_t warps =
+      std::clamp<int64_t>(blocks_for(p.a.columns, 2 * kChunk), kMinWarps, kMaxWarps);
   const int64_t chunks = blocks_for(p.a.columns, kChunk * warps);
   const int64_t tile_bytes = warps * std::min<int64_t>(chunks, kStages) * kTileBytes;
   // One block per SM; if there are more blocks, two should fit on an SM.
@@ -332,27 +187,22 @@ void multiply_few_rows(const Product& p) {
   const int64_t of_block =
       std::clamp<int64_t>(room / 2 / tile_bytes, 1, std::min<int64_t>(shared_out, kMaxTiles));
 
-  const auto start = [&](auto kernel, const auto& params, const auto& before) {
-    launch({.op = p.op,
-            .grid = dim3(blocks_for(tiles, of_block)),
-            .block = dim3(kWarp, warps),
-            .shared = static_cast<size_t>(of_block * tile_bytes),
-            .dependent = true},
-           kernel, params, before);
+  const auto start = [&](auto tiles_of_block, auto row_tiles) {
+    dispatch_16_bits(p.a.type, [&](auto zero) {
+      using T = decltype(zero);
+      const auto kernel = linear_few_rows_kernel<T, tiles_of_block.value, row_tiles.value>;
+      launch({.op = p.op,
+              .grid = dim3(blocks_for(tiles, of_block)),
+              .block = dim3(kWarp, warps),
+              .shared = static_cast<size_t>(of_block * tile_bytes),
+              .dependent = true},
+             kernel, LinearParams<T>(p, chunks, current_stream(device)));
+    });
   };
   static_assert(kMaxTiles == 4 && kFewRows == 2 * kTile);
-  dispatch_16_bits(p.a.type, [&](auto zero) {
-    using T = decltype(zero);
-    const LinearParams<T> params(p, chunks, current_stream(device));
-    dispatch_value<1, 2, 3, 4>(of_block, [&](auto of) {
-      if (p.norm) {
-        using Before = NormParams<T>;
-        return start(linear_few_rows_kernel<T, of.value, 1, Before>, params, Before(p));
-      }
-      dispatch_value<1, 2>(p.a.rows <= kTile ? 1 : 2, [&](auto row_tiles) {
-        start(linear_few_rows_kernel<T, of.value, row_tiles.value, NoNorm>, params, NoNorm(p));
-      });
-    });
+  dispatch_value<1, 2, 3, 4>(of_block, [&](auto tiles_of_block) {
+    dispatch_value<1, 2>(p.a.rows <= kTile ? 1 : 2,
+                         [&](auto row_tiles) { start(tiles_of_block, row_tiles); });
   });
 }
 
