@@ -68,6 +68,7 @@ class Channel:
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
+            self._loop.remove_reader(self._connection.fileno())
             self._lost()
         else:
             self._got(message)
@@ -158,6 +159,7 @@ class Processes:
 
     def kill(self) -> None:
         """End the processes now."""
+        self._is_gone = True
         self._process.kill()
 
     async def answers(

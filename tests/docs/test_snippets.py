@@ -31,6 +31,7 @@ LACKING = (
         "nvcc",
         "Slurm",
         "Docker",
+        "Triton",
         "several machines",
         "minutes",
         "hours",
