@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _PROGRAM = "lightseq-serve"
 _SETTINGS = {"ignore_unknown_options": True, "max_content_width": 100}
+_HEAD = 30.0  # seconds in which a connection must begin a request
 _DRAIN = 60  # seconds in which requests may end after SIGTERM
 
 
@@ -219,7 +220,7 @@ def _serve(host: str, port: int, words: Sequence[str], options: dict[str, Any]) 
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one for each connection
     config = uvicorn.Config(
-        application(engines, bounds), log_config=None, access_log=False,
+        application(engines, bounds), http=protocol(), log_config=None, access_log=False,
         timeout_graceful_shutdown=_DRAIN,
     )  # fmt: skip
     address = listening.getsockname()
@@ -240,6 +241,22 @@ def _serve(host: str, port: int, words: Sequence[str], options: dict[str, Any]) 
         raise Abandoned(_PROGRAM, "interrupted.", 128 + signal.SIGINT)
     sys.stdout.flush()
     os._exit(0)  # a normal exit would wait for threads that wait for the processes
+
+
+def protocol() -> type[Any]:
+    """uvicorn's; it closes connections on which no request begins in time."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(_HEAD, self._close_unused)
+
+        def _close_unused(self) -> None:
+            if self.cycle is None:
+                self.transport.close()
+
+    return Protocol
 
 
 async def _run(server: Server, engines: Engines, listening: socket.socket) -> None:

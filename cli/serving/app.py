@@ -112,7 +112,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
     async def translate(body: Translate, request: Request) -> Any:
         options, number = body.options(), body.alternatives + 1
         if number > 1:
-            options |= {"nbest": number, "beam": max(number, options.get("beam", number))}
+            options["nbest"] = number
         if body.prefix:
             options["prefix"] = body.prefix
         texts = [body.q] if isinstance(body.q, str) else body.q
@@ -292,10 +292,9 @@ def _check(texts: Sequence[Any], options: Mapping[str, Any], bounds: Bounds) -> 
     """Refuse what exceeds the bounds, and texts that are none; a text may be a pair."""
     if not 1 <= len(texts) <= bounds.texts:
         raise Refused(400, f"There are {len(texts)} texts: send 1 to {bounds.texts}.")
-    if options.get("beam", 1) > bounds.beam:
-        raise Refused(400, f"The beam is {options['beam']}: this server has at most {bounds.beam}.")
-    if options.get("nbest", 1) > options.get("beam", options.get("nbest", 1)):
-        raise Refused(400, "There are more results than hypotheses of the beam: raise beam.")
+    beam = max(options.get("beam", 1), options.get("nbest", 1))
+    if beam > bounds.beam:
+        raise Refused(400, f"The beam is {beam}: this server has at most {bounds.beam}.")
     each = [
         (number, part)
         for number, text in enumerate(texts)

@@ -63,7 +63,7 @@ class Translate(Searched):
     format: Literal["text"] = "text"
     alternatives: int = Field(0, ge=0, le=63, description="Further translations of each text.")
     prefix: str | None = Field(None, description="With which each translation begins.")
-    api_key: str | None = Field(None, description="Is not read: send the key as a header.")
+    api_key: str | None = Field(None, description="The key; better send it as a header.")
 
 
 class Summarize(Searched):

@@ -1,8 +1,9 @@
-"""What the server refuses before it has read a request, and the form of its refusals."""
+"""What the server refuses before it reads a request's JSON, and the form of its refusals."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import Collection, Mapping
@@ -20,6 +21,9 @@ from lightseq_fairseq.cli.serving.metrics import Metrics
 _RETRY = 1  # seconds after which a client may try again when too many requests wait
 _BODY_SECONDS = 30.0  # in which the body of a request must arrive
 _FOR_ALL = ("/health", "/ready", "/metrics")  # answered under any load
+_FORM = b"application/x-www-form-urlencoded"
+_NUMBERS = ("alternatives",)  # fields of LibreTranslate's forms that are numbers
+_KEY_IN_BODY = ("/translate",)  # as LibreTranslate's clients send it
 _OPEN = (*_FOR_ALL, "/docs", "/openapi.json", "/languages")  # without a key
 
 
@@ -50,7 +54,7 @@ def refusal(path: str, error: Refused) -> JSONResponse:
 class Guard:
     """Bounds the size of bodies and the time in which they arrive, asks for the key, and counts.
 
-    It is plain ASGI, since it must see a body before it is in memory.
+    It is plain ASGI, since it must see a body before it is in memory. Forms become JSON.
 
     Args:
         paths: those that are counted apart from others.
@@ -66,24 +70,9 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, path, status, read = time.perf_counter(), scope["path"], 0, 0
+        began, path, status = time.perf_counter(), scope["path"], 0
         logged: dict[str, Any] = {}
         scope["logged"] = logged
-
-        async def bounded() -> Message:
-            nonlocal read
-            if read < 0:  # the body is complete: what follows is the end of the connection
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), _BODY_SECONDS)
-            except asyncio.TimeoutError:
-                raise Refused(408, "The body of the request did not arrive in time.") from None
-            read += len(message.get("body", b""))
-            if read > self.bounds.body:
-                raise _too_large(self.bounds)
-            if not message.get("more_body"):
-                read = -1
-            return message
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -96,14 +85,23 @@ class Guard:
             length = headers.get(b"content-length", b"0")
             if length.isdigit() and int(length) > self.bounds.body:
                 raise _too_large(self.bounds)
-            self._ask_for_key(path, headers, scope["query_string"])
+            has_key = path in _OPEN or self._has_key(headers, scope["query_string"])
+            if not (has_key or path in _KEY_IN_BODY):
+                raise _no_key()
             if self._running >= self.bounds.requests and path not in _FOR_ALL:
                 raise Refused(
                     503, f"{self._running} requests are being answered: try it again later."
                 )
             self._running += 1
             try:
-                await self.app(scope, bounded, counted)
+                body = await self._body(receive)
+                if headers.get(b"content-type", b"").startswith(_FORM):
+                    body = _as_json(path, body)
+                    headers[b"content-type"] = b"application/json"
+                    scope["headers"] = [*headers.items()]
+                if not (has_key or self._is_key(_key_in(body))):
+                    raise _no_key()
+                await self.app(scope, _again(body, receive), counted)
             finally:
                 self._running -= 1
         except Refused as error:
@@ -121,16 +119,74 @@ class Guard:
                 client=(scope["client"] or ("",))[0], **logged,
             )  # fmt: skip
 
-    def _ask_for_key(self, path: str, headers: Mapping[bytes, bytes], query: bytes) -> None:
-        key = self.bounds.key
-        if key is None or path in _OPEN:
-            return
+    async def _body(self, receive: Receive) -> bytes:
+        """All of the body; later messages say that the client has gone."""
+        try:
+            return await asyncio.wait_for(self._read(receive), _BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise Refused(408, "The body of the request did not arrive in time.") from None
+
+    async def _read(self, receive: Receive) -> bytes:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refused(499, "The client has closed the connection.")
+            body += message.get("body", b"")
+            if len(body) > self.bounds.body:
+                raise _too_large(self.bounds)
+            if not message.get("more_body"):
+                return bytes(body)
+
+    def _has_key(self, headers: Mapping[bytes, bytes], query: bytes) -> bool:
         given = headers.get(b"authorization", b"").decode("latin-1")
         words = given.split(maxsplit=1)[1:]  # Bearer of OpenAI, DeepL-Auth-Key of DeepL
         words += parse_qs(query.decode("latin-1")).get("key", [])  # Google's
-        if not any(secrets.compare_digest(word.encode(), key.encode()) for word in words):
-            says = 'The key is missing or wrong: send the header "Authorization: Bearer KEY".'
-            raise Refused(401, says)
+        return self.bounds.key is None or any(map(self._is_key, words))
+
+    def _is_key(self, word: str) -> bool:
+        key = self.bounds.key
+        return key is not None and secrets.compare_digest(word.encode(), key.encode())
+
+
+def _no_key() -> Refused:
+    says = 'The key is missing or wrong: send the header "Authorization: Bearer KEY".'
+    return Refused(401, says)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """``receive`` of a body that has been read."""
+    bodies = [body]
+
+    async def received() -> Message:
+        return {"type": "http.request", "body": bodies.pop()} if bodies else await receive()
+
+    return received
+
+
+def _as_json(path: str, form: bytes) -> bytes:
+    """The JSON of a form; what is no UTF-8 stays as it is."""
+    try:
+        fields: dict[str, Any] = parse_qs(form.decode(), keep_blank_values=True)
+    except UnicodeDecodeError:
+        return form
+    lists = ("text",) if path.startswith("/v2/") else ()  # of DeepL
+    for name, found in fields.items():
+        if len(found) == 1 and name not in lists:
+            (fields[name],) = found
+            if name in _NUMBERS and found[0].isdigit():
+                fields[name] = int(found[0])
+    return json.dumps(fields).encode()
+
+
+def _key_in(body: bytes) -> str:
+    """LibreTranslate's field of the key, "" without one."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return ""
+    key = found.get("api_key") if isinstance(found, dict) else None
+    return key if isinstance(key, str) else ""
 
 
 def _too_large(bounds: Bounds) -> Refused:

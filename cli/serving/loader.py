@@ -19,6 +19,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.serving import device, log, texts
 from lightseq_fairseq.cli.serving.messages import Loaded, Plan
 from lightseq_fairseq.cli.serving.models import load
+from lightseq_fairseq.cli.serving.processes import IGNORED
 
 
 def main(plan: Plan, ends: Sequence[Connection]) -> None:
@@ -26,7 +27,8 @@ def main(plan: Plan, ends: Sequence[Connection]) -> None:
 
     ends: of the pipe of the device, and of those of texts.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server ends this
+    for number in IGNORED:  # the server ends this
+        signal.signal(number, signal.SIG_IGN)
     log.set_up(plan.logs_json)
     parent = parent_process()
     assert parent is not None

@@ -124,11 +124,11 @@ class Searched(Served):
         self.pretrained.open_tokenizer()
 
     def asked(self, text: str, options: Mapping[str, Any]) -> Asked:
-        """options: fields of ``GenerationConfig``; "prefix", with which a translation begins;
-        "languages", source and target, which a translation needs."""
+        """options: fields of ``GenerationConfig``, see `_of_search`; "prefix", with which a
+        translation begins; "languages", source and target, which a translation needs."""
         pretrained = self._chosen(options)
         try:
-            request = pretrained.request(text, _of_search(options))
+            request = pretrained.request(text, self._of_search(options))
         except UserError as error:
             if "min_len" in str(error):  # in words of the commands
                 raise UserError("min_length is larger than the longest result.") from None
@@ -148,16 +148,24 @@ class Searched(Served):
 
     def answer(self, asked: Asked, found: Sequence[Found], options: Mapping[str, Any]) -> Answer:
         pretrained = self._chosen(options)
-        hypotheses = pretrained.texts(map(_as_fairseqs, found), _of_search(options))
+        hypotheses = pretrained.texts(map(_as_fairseqs, found), self._of_search(options))
         start = 0
         if self.does == "continues":
             start = len(asked.tokens)
             prompt = _as_fairseqs(Found(asked.tokens, 0.0, [0.0] * start))
-            said = pretrained.texts([prompt], _of_search(options))[0].text
+            said = pretrained.texts([prompt], self._of_search(options))[0].text
             hypotheses = tuple(replace(x, text=x.text.removeprefix(said)) for x in hypotheses)
         written = sum(len(each.tokens) - start - 1 for each in found)  # without eos
         cut = tuple(len(each.tokens) > asked.max_len for each in found)
         return Answer(hypotheses, cut, (len(asked.tokens), written))
+
+    def _of_search(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of ``GenerationConfig``; the beam has at least as many hypotheses as results."""
+        found = {key: value for key, value in options.items() if key not in ("prefix", "languages")}
+        if "nbest" in found:
+            beam = found.get("beam", self.pretrained.configuration.generation.beam)
+            found["beam"] = max(beam, found["nbest"])
+        return found
 
     def _chosen(self, options: Mapping[str, Any]) -> Pretrained:
         """The model for the languages of a request."""
@@ -225,10 +233,6 @@ class EncodedBy(Served):
             assert self.classifier is not None
             (result,) = self.classifier.predictions(torch.tensor([found]))
         return Encoded(result, (len(asked.tokens), 0))
-
-
-def _of_search(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in ("prefix", "languages")}
 
 
 def _as_fairseqs(found: Found) -> dict[str, Any]:

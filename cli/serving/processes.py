@@ -33,6 +33,7 @@ from lightseq_fairseq.cli.serving.messages import (
     raised,
 )
 
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by all processes but the server
 _LOADER = "lightseq_fairseq.cli.serving.loader"  # imports torch, which the server does not need
 
 
@@ -85,17 +86,18 @@ class Channel:
 def prepare() -> None:
     """Start the process from which the others are forked, so that it imports torch meanwhile.
 
-    They ignore Ctrl-C: it reaches the server, which ends them.
+    They ignore signals that may be sent to all processes, such as by Ctrl-C: the server ends them.
     """
     multiprocessing.set_forkserver_preload([_LOADER])
     if threading.current_thread() is not threading.main_thread():  # of another's server
         forkserver.ensure_running()
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they inherit it
+    before = [signal.signal(number, signal.SIG_IGN) for number in IGNORED]  # they inherit it
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in zip(IGNORED, before, strict=True):
+            signal.signal(number, handler)
 
 
 class Processes:

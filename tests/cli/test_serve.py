@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import itertools
 import json
@@ -25,11 +26,13 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import uvicorn
 from helpers.cli_runs import run
 from helpers.interpreters import ROOT
 from helpers.serving import Server
 
 from lightseq_fairseq import LanguageModel, RobertaModel, Translator
+from lightseq_fairseq.cli import serve
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not in the dictionary")
 LINE = "eins zwei drei vier fünf sechs sieben"
@@ -371,6 +374,44 @@ def test_a_client_that_leaves_frees_its_rows(server: Server, sources: list[str])
     assert server.post("/translate", q=sources[0])
 
 
+def test_forms(server: Server, translator: Translator) -> None:
+    """LibreTranslate's clients send them; DeepL's API accepts them, too."""
+    form = {"q": "eins zwei", "source": "src", "target": "tgt", "alternatives": "1"}
+    found = server.client.post("/translate", data=form).json()
+    best, other = translator.translate("eins zwei", beam=4, nbest=2).hypotheses
+    assert found == {"translatedText": best.text, "alternatives": [other.text]}
+    form = {"text": "eins zwei", "target_lang": "TGT"}
+    (found,) = server.client.post("/v2/translate", data=form).json()["translations"]
+    assert found["text"] == best.text
+    answer = server.client.post("/translate", data={"source": "src"})
+    assert answer.status_code == 400
+    assert answer.json() == {"error": "q: field required."}
+
+
+def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.6)
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    monkeypatch.setattr(serve, "_HEAD", 0.3)
+    config = uvicorn.Config(application, http=serve.protocol(), log_config=None, lifespan="off")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        running = uvicorn.Server(config)
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
+        thread.start()
+        address = listening.getsockname()
+        idle, slow, busy = (socket.create_connection(address, timeout=20) for _ in range(3))
+        slow.sendall(b"GET / HTTP/1.1\r\nHost")  # its head never ends
+        busy.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (idle.recv(1), slow.recv(1)) == (b"", b"")
+        assert busy.recv(100).startswith(b"HTTP/1.1 204")
+        running.should_exit = True
+        thread.join()
+        for each in (idle, slow, busy):
+            each.close()
+
+
 def test_half_open_connections_harm_nobody(server: Server, sources: list[str]) -> None:
     url = server.client.base_url
     sockets = [socket.create_connection((url.host, url.port)) for _ in range(50)]
@@ -430,7 +471,7 @@ def test_models_are_loaded_again(tmp_path: Path) -> None:
             asked = [clients.submit(ask) for _ in range(4)]
             shutil.copyfile(new, tmp_path / "other")
             os.replace(tmp_path / "other", path)
-            server.process.send_signal(signal.SIGHUP)
+            server.signal(signal.SIGHUP)
             server.wait_for("(serves the models that it has loaded again)")
             time.sleep(0.5)
             ends.set()
@@ -440,10 +481,10 @@ def test_models_are_loaded_again(tmp_path: Path) -> None:
         assert server.post("/translate", q=LINE)["translatedText"] == words[1]
         _are_gone(before)
         path.write_text("no checkpoint")
-        server.process.send_signal(signal.SIGHUP)
+        server.signal(signal.SIGHUP)
         server.wait_for("(The models of before stay.)")
         assert server.post("/translate", q=LINE)["translatedText"] == words[1]
-        server.process.send_signal(signal.SIGTERM)
+        server.signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
         assert {line["level"] for line in lines} == {"info", "error"}
@@ -465,7 +506,7 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
     with ThreadPoolExecutor(1) as client:
         answer = client.submit(server.client.post, "/translate", json=LONG)
         server.until_searched(1)
-        server.process.send_signal(signal.SIGTERM)
+        server.signal(signal.SIGTERM)
         time.sleep(0.5)
         with pytest.raises(httpx.ConnectError):  # nothing listens any more
             httpx.get(server.client.base_url.join("/health"))
@@ -485,6 +526,9 @@ def test_a_process_that_dies_ends_the_server(tmp_path: Path, which: str) -> None
         assert refused.status_code == 401
         says = 'The key is missing or wrong: send the header "Authorization: Bearer KEY".'
         assert refused.json() == {"error": says}
+        form = {"q": "eins", "api_key": "k1"}
+        assert server.client.post("/translate", data=form).status_code == 200
+        assert server.client.post("/translate", json={**form, "api_key": 3}).status_code == 401
         server.client.headers["Authorization"] = "Bearer k1"
         processes = server.processes()
         with ThreadPoolExecutor(1) as client:
@@ -510,7 +554,7 @@ def test_a_second_ctrl_c_ends_the_server_at_once(tmp_path: Path) -> None:
             answer = client.submit(server.client.post, "/translate", json=body)
             time.sleep(1)
             for _ in range(2):
-                os.killpg(server.process.pid, signal.SIGINT)
+                server.signal(signal.SIGINT)
                 time.sleep(0.5)
             assert server.process.wait(10) == 130
             if answer.exception() is None:

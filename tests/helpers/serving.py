@@ -66,6 +66,10 @@ class Server:
             assert time.monotonic() < limit
             time.sleep(0.02)
 
+    def signal(self, number: int) -> None:
+        """Send a signal to all of its processes, as a terminal and systemd do."""
+        os.killpg(self.process.pid, number)
+
     def kill(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
