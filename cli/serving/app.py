@@ -47,7 +47,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engines.connect()
+        await engines.connect()
         warming = asyncio.create_task(engines.warm_up())
         yield
         warming.cancel()

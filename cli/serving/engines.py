@@ -40,9 +40,9 @@ class Engines:
         """The last one, None before the first."""
         return self._current.state
 
-    def connect(self) -> None:
+    async def connect(self) -> None:
         """Connect to the running event loop; call this first."""
-        self._current.connect()
+        await self._current.connect()
 
     async def warm_up(self) -> None:
         """Let each model answer a text."""
@@ -58,7 +58,7 @@ class Engines:
         async with self._reloads:
             start = asyncio.get_running_loop().run_in_executor
             processes = await start(None, Processes, self._plan, lambda: None)
-            processes.connect()
+            await processes.connect()
             try:
                 await processes.warm_up()
             except Gone:

@@ -10,8 +10,11 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
-import queue
+import os
+import pickle
 import signal
+import socket
+import struct
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
@@ -34,6 +37,7 @@ from lightseq_fairseq.cli.serving.messages import (
 )
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by all processes but the server
+_LENGTH = struct.Struct("!i")  # of a message, before it
 _LOADER = "lightseq_fairseq.cli.serving.loader"  # imports torch, which the server does not need
 
 
@@ -41,46 +45,44 @@ class Gone(Exception):
     """A process has ended that the server needs."""
 
 
-class Channel:
-    """A process, for an event loop, which reads what it sends.
+class Channel(asyncio.Protocol):
+    """A pipe of ``multiprocessing`` to a process, in an event loop.
 
-    A thread writes, since the pipe may be full. got: is called with each message. lost: is called
-    when the process has closed the pipe.
+    got: is called with each message. lost: is called when the process has closed the pipe.
     """
 
-    def __init__(
-        self, connection: Connection, got: Callable[[Any], None], lost: Callable[[], None]
-    ) -> None:
-        self._connection, self._got, self._lost = connection, got, lost
-        self._loop = asyncio.get_running_loop()
-        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._loop.add_reader(connection.fileno(), self._read)
-        threading.Thread(target=self._write, daemon=True).start()
+    def __init__(self, got: Callable[[Any], None], lost: Callable[[], None]) -> None:
+        self._got, self._lost = got, lost
+        self._read = bytearray()
+
+    async def connect(self, connection: Connection) -> None:
+        """Take over an end of a pipe."""
+        own = socket.socket(fileno=os.dup(connection.fileno()))
+        connection.close()
+        self._transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: self, sock=own
+        )
 
     def send(self, message: Any) -> None:
-        self._outgoing.put(message)
+        data = pickle.dumps(message)
+        self._transport.write(_LENGTH.pack(len(data)) + data)
 
     def close(self) -> None:
         """Close the pipe, which ends the process."""
-        self._loop.remove_reader(self._connection.fileno())
-        self._outgoing.put(None)
+        self._transport.close()
 
-    def _read(self) -> None:
-        try:
-            message = self._connection.recv()
-        except (EOFError, OSError):
-            self._loop.remove_reader(self._connection.fileno())
-            self._lost()
-        else:
+    def data_received(self, data: bytes) -> None:
+        self._read += data
+        while len(self._read) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._read)[0]
+            if len(self._read) < end:
+                return
+            message = pickle.loads(self._read[_LENGTH.size : end])
+            del self._read[:end]
             self._got(message)
 
-    def _write(self) -> None:
-        while (message := self._outgoing.get()) is not None:
-            try:
-                self._connection.send(message)
-            except OSError:
-                break
-        self._connection.close()
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost()
 
 
 def prepare() -> None:
@@ -138,12 +140,14 @@ class Processes:
         self._calls = 0
         self._is_gone = self._ends = False
 
-    def connect(self) -> None:
+    async def connect(self) -> None:
         """Connect to the running event loop; call this first."""
         self._loop = asyncio.get_running_loop()
-        first, *others = self._connections
-        self._device = Channel(first, self._take, self._lose)
-        self._texts = [Channel(each, self._hand, self._lose) for each in others]
+        _, *others = self._connections
+        self._device = Channel(self._take, self._lose)
+        self._texts = [Channel(self._hand, self._lose) for _ in others]
+        for channel, each in zip((self._device, *self._texts), self._connections, strict=True):
+            await channel.connect(each)
         self._busy = [0] * len(others)
         self._loop.add_reader(self._process.sentinel, self._end)
 
