@@ -22,7 +22,7 @@ from lightseq_fairseq.cli.translate.ahead import searched_together
 from lightseq_fairseq.cli.translate.cached_config import looked_up_once
 from lightseq_fairseq.cli.translate.cpu_samples import left_on_cpu
 from lightseq_fairseq.cli.translate.output import GenerationOutput
-from lightseq_fairseq.cli.translate.text_output import output_text, text_output
+from lightseq_fairseq.cli.translate.text_output import output_text, refuse_inputs, text_output
 from lightseq_fairseq.cli.translate.unknown_words import SUBWORDS, UnknownWords, counted
 from lightseq_fairseq.cli.words.argv import is_given, one_process
 from lightseq_fairseq.fairseq_compat import scoring
@@ -72,6 +72,8 @@ def main(
     --distributed-rank, only the part of that rank is translated, as in fairseq.
     """
 
+    read = None if reference is None else reference.name
+    refuse_inputs({"--output": output, "--output-text": output_text}, source, read)
     if source is not None:
         _translate_file(words, native, source, output_text, output or reference)
         return

@@ -21,9 +21,9 @@ from lightseq_fairseq.cli.start.launch import launcher, run_fairseq
 from lightseq_fairseq.cli.translate.classes import Classifier, parted, shown
 from lightseq_fairseq.cli.translate.output import Lines
 from lightseq_fairseq.cli.translate.sentences import Search, load, seed
-from lightseq_fairseq.cli.translate.text_output import output_text, text_output
+from lightseq_fairseq.cli.translate.text_output import output_text, refuse_inputs, text_output
 from lightseq_fairseq.cli.translate.unknown_words import SUBWORDS, UnknownWords, counted
-from lightseq_fairseq.cli.words.argv import is_native, one_process
+from lightseq_fairseq.cli.words.argv import is_native, one_process, value
 from lightseq_fairseq.fairseq_compat import patching
 from lightseq_fairseq.fairseq_compat.lines import buffered_read
 from lightseq_fairseq.generation.texts import Translation
@@ -51,6 +51,7 @@ def main(words: list[str], native: bool, output_text: Path | None) -> None:
     Each line is answered as soon as it is read. With --buffer-size N, the command reads N lines and
     answers them together, in batches of --batch-size or --max-tokens.
     """
+    refuse_inputs({"--output-text": output_text}, value(words, ("--input",)))
     with text_output(output_text) if output_text else contextlib.nullcontext() as texts:
         translate = functools.partial(_translate, texts)
 

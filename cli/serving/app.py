@@ -143,9 +143,11 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
     async def deepl(body: DeepL, request: Request) -> Any:
         chosen, pair = _translator(engines.models, None, body.source_lang, body.target_lang)
         found = await answers(request, chosen, body.text, {"languages": pair})
+        assert chosen.languages is not None
+        source = pair[0].upper() if chosen.languages.sources else ""
         texts = [
             {
-                "detected_source_language": pair[0].upper(),
+                "detected_source_language": source,
                 "text": each.hypotheses[0].text,
                 "billed_characters": len(text),
             }
@@ -268,6 +270,8 @@ def _first(error: RequestValidationError) -> str:
         return "The request has no body."
     place = ".".join(part for part in parts if part != "str" and not part.startswith("list["))
     says = mistake["msg"].removeprefix("Value error, ")
+    if parts[1:2] == ["str"]:  # a list would be right, too
+        says = "send a text, or a list of texts"
     if mistake["type"] == "extra_forbidden":
         return f"There is no option {place or repr(parts[-1])}."
     return f"{place}: {says[0].lower()}{says[1:]}." if place else f"{says}."
@@ -325,6 +329,8 @@ def _translator(
         raise Refused(400, "This server has no translation model for this request.")
     for each, languages in translate:
         usual = languages.usual or (None, None)
+        if len(translate) == 1 and not languages.sources and languages.usual is not None:
+            return each, languages.usual  # nobody knows its languages: it is asked for all
         ours = _code(source, languages.sources, usual[0])
         other = _code(target, languages.targets, usual[1])
         if ours is not None and other is not None:

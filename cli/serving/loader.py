@@ -18,7 +18,7 @@ import torch
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.serving import device, log, texts
 from lightseq_fairseq.cli.serving.messages import Loaded, Plan
-from lightseq_fairseq.cli.serving.models import load
+from lightseq_fairseq.cli.serving.models import in_flags, load
 from lightseq_fairseq.cli.serving.processes import IGNORED
 
 
@@ -38,7 +38,7 @@ def main(plan: Plan, ends: Sequence[Connection]) -> None:
         torch.set_num_threads(1)  # a process that has used threads of OpenMP must not fork
         served = {name: load(name, path, plan.flags) for name, path in plan.models}
     except UserError as error:
-        ends[0].send(Loaded((), str(error)))
+        ends[0].send(Loaded((), in_flags(str(error))))
         return
     ends[0].send(Loaded(tuple(each.described for each in served.values())))
     context = multiprocessing.get_context("fork")

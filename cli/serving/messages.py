@@ -49,7 +49,8 @@ class Bounds(NamedTuple):
 
 
 class Languages(NamedTuple):
-    """Of a model that translates: from each of ``sources`` to each of ``targets``.
+    """Of a model that translates: from each of ``sources`` to each of ``targets``; empty if they
+    are not known, so that it may be asked for all.
 
     usual: the pair of requests that name none; None: they must name them.
     """

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightseq_fairseq.base import families
+from lightseq_fairseq.base import families, tokenizer
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.checkpoints import from_huggingface
 from lightseq_fairseq.checkpoints.languages import languages_of
 from lightseq_fairseq.cli.serving.messages import Answer, Encoded, Found, Languages, Model
+from lightseq_fairseq.cli.words.argv import flag_of
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.python.language_model import LanguageModel
 from lightseq_fairseq.python.pretrained import Pretrained, settings_of, task_of
@@ -105,10 +107,10 @@ class Searched(Served):
         self.pretrained, self.does = pretrained, "continues"
         self._between: dict[tuple[str, str], Pretrained] = {}
         if isinstance(pretrained, Translator):
-            task = pretrained.configuration.task
-            pair = str(task.source_lang), str(task.target_lang)
-            languages = (*pretrained.languages,)
+            pair, languages = pretrained.pair, (*pretrained.languages,)
             sources, targets = (languages, languages) if languages else ((pair[0],), (pair[1],))
+            if {*pair} <= {*tokenizer.SIDES}:  # an import whose folder names no languages
+                sources = targets = ()
             self.does = "translates"
             self.languages = Languages(sources, targets, pair if has_pair else None)
             self._between[pair] = pretrained
@@ -233,6 +235,13 @@ class EncodedBy(Served):
             assert self.classifier is not None
             (result,) = self.classifier.predictions(torch.tensor([found]))
         return Encoded(result, (len(asked.tokens), 0))
+
+
+def in_flags(sentence: str) -> str:
+    """An error of Python in words of the command: --bpe-codes for bpe_codes."""
+    sentence = sentence.replace("pass data, the folder", "add --data FOLDER, the folder")
+    name = r"(?<![\w/.'\"-])[a-z]+(?:_[a-z]+)+(?!\w|/|\.\w)"
+    return re.sub(name, lambda found: flag_of(found[0]), sentence)
 
 
 def _as_fairseqs(found: Found) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import click
 
 from lightseq_fairseq.base import files, signals
+from lightseq_fairseq.base.errors import UserError
 
 # The option of the commands that translate.
 output_text = click.option(
@@ -36,6 +37,14 @@ def text_output(path: Path) -> Iterator[TextIO]:
         text = io.TextIOWrapper(file, encoding="utf-8", line_buffering=file.isatty())
         yield text
         text.flush()
+
+
+def refuse_inputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
+    """Raises UserError if an output, by its flag, is one of the files that the command reads."""
+    for flag, path in outputs.items():
+        for each in map(Path, [each for each in inputs if each is not None]):
+            if path is not None and path.exists() and each.exists() and path.samefile(each):
+                raise UserError(f"{flag} {path} is a file that this command reads: use another.")
 
 
 def _leave(number: int, frame: Any) -> None:

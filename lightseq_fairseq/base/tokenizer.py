@@ -102,7 +102,10 @@ def kept(data: Path) -> Path | None:
 
 def in_data(data: Path) -> Path | None:
     """The folder with the tokenizer of a data folder or of the folder of an import, or None."""
-    return data if (data / JSON).is_file() else kept(data)
+    names = [JSON, *SIDES.values()]
+    if (data / "config.json").is_file():  # of an import
+        names += [path.name for path in data.glob("*.model")]
+    return data if any((data / name).is_file() for name in names) else kept(data)
 
 
 class _HuggingFace:

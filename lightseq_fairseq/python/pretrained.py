@@ -198,6 +198,13 @@ class Pretrained:
             return self._searched(options).request(self._tokens(text))
 
     @property
+    def pair(self) -> tuple[str, str]:
+        """The source and the target language of a translation model."""
+        task = self._loaded.task
+        settings = getattr(task, "args", None) or task.cfg
+        return str(settings.source_lang), str(settings.target_lang)
+
+    @property
     def languages(self) -> list[str]:
         """Those of a multilingual model, see ``Loaded.languages``; else none."""
         return self._loaded.languages

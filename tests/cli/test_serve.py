@@ -251,7 +251,7 @@ def test_texts_that_stop_a_completion(server: Server) -> None:
             "application/json is missing.",
         ),
         ("/translate", "{}", 400, "q: field required."),
-        ("/translate", {"q": 5}, 400, "q: input should be a valid string."),
+        ("/translate", {"q": 5}, 400, "q: send a text, or a list of texts."),
         ("/translate", {"q": " "}, 400, "Text 0 (counted from 0) is empty."),
         ("/translate", {"q": ["a", ""]}, 400, "Text 1 (counted from 0) is empty."),
         ("/translate", {"q": []}, 400, "There are 0 texts: send 1 to 40."),
@@ -450,13 +450,15 @@ def test_models_are_loaded_again(tmp_path: Path) -> None:
     for name, weight in state["model"].items():
         if name.startswith(("decoder.embed_tokens", "decoder.output_projection")):
             weight[-10:] = weight[-10:].flip(0)  # other words
+    # As without -s and -t, when fairseq takes the languages from the names of the data's files.
+    state["cfg"]["task"].update(source_lang=None, target_lang=None)
     torch.save(state, path)
     options = {"source_lang": "src", "target_lang": "tgt", "device": "cpu", "batch_size": 1}
     words = [
         Translator.from_pretrained(each, **options).translate(LINE).text for each in (path, new)
     ]
     assert words[0] != words[1]
-    server = Server(tmp_path / "log", str(tmp_path), "--source-lang", "src", "--log-json")
+    server = Server(tmp_path / "log", str(tmp_path), "--log-json")
     ends, found = threading.Event(), []
 
     def ask() -> None:
@@ -478,6 +480,8 @@ def test_models_are_loaded_again(tmp_path: Path) -> None:
             for each in asked:
                 each.result()
         assert {*found} == {(200, each) for each in words}
+        languages = {"source": "src", "target": "tgt"}
+        assert server.post("/translate", q=LINE, **languages)["translatedText"] == words[1]
         assert server.post("/translate", q=LINE)["translatedText"] == words[1]
         _are_gone(before)
         path.write_text("no checkpoint")
@@ -489,7 +493,7 @@ def test_models_are_loaded_again(tmp_path: Path) -> None:
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
         assert {line["level"] for line in lines} == {"info", "error"}
         asked_lines = [line for line in lines if line.get("path") == "/translate"]
-        assert len(asked_lines) == len(found) + 2
+        assert len(asked_lines) == len(found) + 3
         read = len(LINE.split()) + 1
         for line in asked_lines:
             assert (line["status"], line["texts"], line["read"]) == (200, 1, read)
@@ -588,6 +592,8 @@ def test_commands_that_cannot_serve(tmp_path: Path) -> None:
             ((path, "--fp16"), "--fp16 needs a GPU, but there is none"),
             ((path, "--colour", "4"), "colour"),
             (("nothing.pt",), "nothing.pt"),
+            ((path, "--bpe", "subword_nmt"), "--bpe-codes is missing: set it"),
+            ((path, "--data", "nowhere"), "nowhere"),
         ):
             free = () if "--port" in words else ("--port", "0")
             result = run("serve", *words, *(free if words else ()))

@@ -64,6 +64,10 @@ def test_translations(
     assert server.post("/translate", model=name, **body) == {"translatedText": expected}
     if source is not None:  # the languages choose the model
         assert server.post("/translate", **body) == {"translatedText": expected}
+    else:  # nobody knows its languages
+        body |= {"source": "x", "target": "y"}
+        assert server.post("/translate", model=name, **body) == {"translatedText": expected}
+        assert server.client.post("/translate", json=body).status_code == 400
 
 
 def test_languages(server: Server) -> None:

@@ -158,6 +158,13 @@ def test_marians_tokenizer_goes_home(tmp_path: Path) -> None:
     for config in configs:
         config.pop("_name_or_path", None)
     assert configs[0] == configs[1]
+    # The folder of the import translates at once, by the same tokenizer.
+    model = Translator.from_pretrained(tmp_path / "imported", device="cpu")
+    found = model.translate("w1 w22 w3", max_len_a=0, max_len_b=8)
+    assert "<unk>" not in found.source and "w" in found.source
+    (best,) = found.hypotheses
+    words = second.decode([second.convert_tokens_to_ids(word) for word in best.tokens[:-1]])
+    assert best.text == words and "\u2581" not in best.text
 
 
 @pytest.mark.parametrize("name", ["nllb", "xglm"])
