@@ -46,6 +46,9 @@ def classes(request: Request) -> None:
     for name in ("input0", "label") if has_classes else ("input0",):
         if not os.path.isfile(os.path.join(folder, name, "dict.txt")):
             has_text = os.path.isfile(os.path.join(folder, "dict.txt"))
+            above = os.path.dirname(os.path.abspath(folder))
+            if has_text and os.path.isfile(os.path.join(above, name, "dict.txt")):
+                raise UserError(f"{folder} is only a part of the data: use the folder {above}.")
             have = "running text, and no" if has_text else "no"
             raise UserError(
                 f"{folder} contains {have} {name}/dict.txt, which --task {args.task} reads: "

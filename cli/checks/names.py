@@ -63,5 +63,5 @@ def task_fits_arch(request: Request) -> None:
     if not family.has_task(task):
         raise UserError(
             f"--arch {arch} trains on {family.data}, but --task {name} provides other data: use "
-            f"{family.instead}, or an arch of fairseq."
+            f"{family.instead}."
         )

@@ -66,8 +66,8 @@ def pairs(request: Request) -> None:
                 )
             if os.path.isdir(os.path.join(folders[0], "input0")):
                 raise UserError(
-                    f"{folders[0]} contains sentences with labels: lightseq-validate computes the "
-                    "accuracy of a classifier, and RobertaModel of Python predicts classes."
+                    f"{folders[0]} contains sentences with labels, but --task {args.task} reads "
+                    "sentence pairs: use other data, or the checkpoint of a classifier."
                 )
             raise UserError(
                 f"{folders[0]} contains no binarised sentence pairs (no file such as "

@@ -57,7 +57,9 @@ def find_dictionaries(trained: Trained, data: str | None) -> Dictionaries:
         )
     places = data or args.data or "."  # args.data is a list in old checkpoints
     folder = Path(utils.split_paths(places)[0] if isinstance(places, str) else places[0])
-    advice = "set --data to the folder with the run's dictionaries, as in --data data-bin."
+    advice = (
+        "set --data to the folder with the run's dictionaries, which lightseq-preprocess wrote."
+    )
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: {advice}")
     settings = settings_of(trained.checkpoint, "task")
