@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from lightseq_fairseq.base import families, utf8
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, search, values
-from lightseq_fairseq.cli.checks.checkpoints import saved
+from lightseq_fairseq.cli.checks.checkpoints import initial, saved
 from lightseq_fairseq.cli.words.registries import data_of
 
 
@@ -46,6 +46,36 @@ def _trained(args: argparse.Namespace, folder: str) -> tuple[str | None, str | N
     return pair if is_there else (args.source_lang, args.target_lang)
 
 
+def _same_direction(
+    command: str, args: argparse.Namespace, folder: str, pair: tuple[str, str]
+) -> None:
+    """Raises UserError if a run resumes with other languages, or a model translates the other way
+    than the data, whose languages the command does not name."""
+    from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
+
+    if command == "train":
+        flag, path = initial(args)
+        if flag != "--save-dir":
+            return
+    else:
+        path = args.path.partition(os.pathsep)[0] if args.path else None
+    settings = settings_of(saved(path), "task")
+    trained = settings.get("source_lang"), settings.get("target_lang")
+    if None in trained or trained == pair:
+        return
+    names = [f"{a} to {b}" for a, b in (trained, pair)]
+    if command == "train":
+        raise UserError(
+            f"{path} is of a run that translates {names[0]}, but {folder} has {names[1]}: use "
+            "another --save-dir."
+        )
+    if trained == pair[::-1]:
+        raise UserError(
+            f"{path} translates {names[0]}, but {folder} has {names[1]}: use other data, or name "
+            f"the languages by --source-lang {trained[0]} --target-lang {trained[1]}."
+        )
+
+
 def pairs(request: Request) -> None:
     """Raises UserError if the data folder lacks a dictionary or split that the command reads."""
     from fairseq.data.data_utils import infer_language_pair
@@ -56,7 +86,9 @@ def pairs(request: Request) -> None:
     source, target = args.source_lang, args.target_lang
     if source is None or target is None:
         source, target = infer_language_pair(folders[0])
-        if source is None or target is None:
+        if source is not None and target is not None:
+            _same_direction(command, args, folders[0], (source, target))
+        else:
             source, target = args.source_lang, args.target_lang = _trained(args, folders[0])
         if source is None or target is None:
             if os.path.isfile(os.path.join(folders[0], "dict.txt")):
@@ -80,6 +112,8 @@ def pairs(request: Request) -> None:
                 f"{folders[0]} contains no dict.{language}.txt: use the folder that "
                 f"lightseq-preprocess wrote (its --destdir), and its languages with -s and -t."
             )
+    if command == "train":  # its checkpoints name the pair
+        args.source_lang, args.target_lang = source, target
     _tokens_of_languages(args, source, target)
     for folder, split in splits(command, args, folders):
         has_split(request, folder, split, source, target)

@@ -13,6 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -421,12 +422,15 @@ def task_of(trained: dict[str, Any]) -> str:
 
 
 def trained_on(trained: dict[str, Any], path: str) -> str:
-    """The data folder that a checkpoint names."""
+    """The data folder that a checkpoint names; or its own folder, if that has the dictionaries."""
     from fairseq import utils
 
     data = trained.get("data") or ""
     folders = utils.split_paths(data) if isinstance(data, str) else list(data)
     if not folders or not os.path.isdir(folders[0]):
+        own = Path(path).resolve().parent
+        if any(own.glob("dict*.txt")):
+            return str(own)
         named = f"the data folder {folders[0]}, which does not exist here"
         raise UserError(
             f"{path} names {named if folders and folders[0] else 'no data folder'}: pass data, the "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from helpers.cli_runs import SMALL, run, succeed
+
+from lightseq_fairseq import Translator
 
 # isort: split
 from fairseq import checkpoint_utils
@@ -53,6 +56,45 @@ def test_path_of_a_run_is_its_best_checkpoint(
             for which in ("best", "last")
         )
         assert sentences(out) == sentences(best) != sentences(last)
+
+
+def test_a_checkpoint_names_the_languages_of_its_data(
+    data: Path, trained: Path, tmp_path: Path
+) -> None:
+    """So it translates in a folder with nothing but dictionaries, and not the other way."""
+    best = torch.load(trained / "checkpoint_best.pt", weights_only=False)
+    task = best["cfg"]["task"]
+    assert (task["source_lang"], task["target_lang"]) == ("de", "en")
+    task["data"] = "/gone"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    torch.save(best, alone / "checkpoint_best.pt")
+    for name in ("dict.de.txt", "dict.en.txt"):
+        shutil.copyfile(data / name, alone / name)
+    words = ["--beam", "2", "--max-len-b", "5", "--cpu"]
+    (tmp_path / "text").write_text("w1 w2\n")
+    line = ["--input", tmp_path / "text"]
+    (expected, found) = (
+        re.findall("^D-.*", succeed("interactive", folder, "--path", place, *words, *line), re.M)[0]
+        for folder, place in ((data, trained), (alone, alone))
+    )
+    assert found == expected
+    translator = Translator.from_pretrained(alone, device="cpu", beam=2, max_len_b=5)
+    assert translator.translate("w1 w2").text == expected.split("\t")[2]
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in data.iterdir():
+        if path.is_file():
+            shutil.copyfile(path, other / path.name.replace("de-en", "en-de"))
+    refused = run("generate", other, "--path", trained, *words)
+    assert "translates de to en, but" in refused.stderr and refused.exit_code == 2
+    named = succeed("generate", other, "--path", trained, *words, "-s", "de", "-t", "en")
+    assert sentences(named) == sentences(succeed("generate", data, "--path", trained, *words))
+    before = (trained / "checkpoint_last.pt").read_bytes()
+    refused = run("train", other, *MODEL, "--max-update", "5", "--save-dir", trained)
+    assert "is of a run that translates de to en" in refused.stderr and refused.exit_code == 2
+    assert (trained / "checkpoint_last.pt").read_bytes() == before
 
 
 def test_an_ensemble_of_runs(data: Path, trained: Path) -> None:
