@@ -12,6 +12,7 @@ from lightseq_fairseq.base import families, utf8
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, search, values
 from lightseq_fairseq.cli.checks.checkpoints import initial, saved
+from lightseq_fairseq.cli.words.argv import is_native
 from lightseq_fairseq.cli.words.registries import data_of
 
 
@@ -53,6 +54,8 @@ def _same_direction(
     than the data, whose languages the command does not name."""
     from lightseq_fairseq.fairseq_compat.checkpoints import settings_of
 
+    if is_native():  # fairseq translates
+        return
     if command == "train":
         flag, path = initial(args)
         if flag != "--save-dir":
