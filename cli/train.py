@@ -108,6 +108,8 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool, **own: An
     completed: list[Completed] = []
 
     def announce(request: Request) -> None:
+        from lightseq_fairseq.cli.checks import pairs  # imports fairseq
+
         ours = f"{PREFIX}{request.args.arch}"
         is_forgotten = not native and is_native() and registries.trains(ours, request.args.task)
         if is_forgotten and _is_first_rank(words):
@@ -118,6 +120,7 @@ def main(words: list[str], native: bool, pack_tokens: bool, fp8: bool, **own: An
             )
         for command in completed:
             command.fit(request)
+            pairs.name_languages(request.args)
             if _is_first_rank(command.argv):
                 command.announce()
 

@@ -115,8 +115,6 @@ def pairs(request: Request) -> None:
                 f"{folders[0]} contains no dict.{language}.txt: use the folder that "
                 f"lightseq-preprocess wrote (its --destdir), and its languages with -s and -t."
             )
-    if command == "train":  # its checkpoints name the pair
-        args.source_lang, args.target_lang = source, target
     _tokens_of_languages(args, source, target)
     for folder, split in splits(command, args, folders):
         has_split(request, folder, split, source, target)
@@ -253,6 +251,14 @@ def _pairs(args: argparse.Namespace, folder: str) -> list[tuple[str, str]]:
     if hasattr(args, "source_lang") and os.path.isdir(folder):
         source, target = infer_language_pair(folder)
     return [] if source is None or target is None else [(source, target)]
+
+
+def name_languages(args: argparse.Namespace) -> None:
+    """Sets the languages of a run that reads one pair, so that its checkpoints name them."""
+    if data_of(args.task) == "sentence pairs" and hasattr(args, "source_lang"):
+        found = _pairs(args, folders_of(args)[0])
+        if len(found) == 1:
+            args.source_lang, args.target_lang = found[0]
 
 
 def target_language(args: argparse.Namespace) -> str | None:

@@ -104,6 +104,8 @@ class Run:
     printed: str = ""  # the complete command
 
 
+# Settings that differ: the names, and the languages of the data, which only our runs name.
+OTHERS = {"_name", "arch", "optimizer", "criterion", "source_lang", "target_lang"}
 PREFIX = re.compile(r"(--(?:arch|optimizer|criterion)) (?=[a-z])")
 
 
@@ -123,7 +125,7 @@ def begun(command: str) -> Run:
     def recorded(cfg: Any, trainer: Any, task: Any, epoch: Any) -> Any:
         for group, values in dict(OmegaConf.to_container(cfg)).items():
             of_group = vars(values) if isinstance(values, Namespace) else values or {}
-            for name in of_group.keys() - {"_name", "arch", "optimizer", "criterion"}:
+            for name in of_group.keys() - OTHERS:
                 run.settings[f"{group}.{name}"] = of_group[name]
         run.shapes |= {n: tuple(p.shape) for n, p in trainer.model.state_dict().items()}
         step = trainer.train_step
