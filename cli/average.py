@@ -17,6 +17,7 @@ Checkpoint = dict[str, Any]
 
 EPOCHS = re.compile(r"checkpoint(\d+)\.pt")
 UPDATES = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+OF_A_RUN = re.compile(r"checkpoint(\d+|_\d+_\d+|_last|_best)\.pt")
 _NAMES = {EPOCHS: "checkpoint<epoch>.pt", UPDATES: "checkpoint_<epoch>_<updates>.pt"}
 
 
@@ -59,6 +60,8 @@ def main(
     paths = _chosen([*first, *more], epochs, updates, bound)
     if output.resolve() in [path.resolve() for path in paths]:
         raise UserError(f"{output} is one of the checkpoints to average: choose another --output.")
+    if output.exists() and OF_A_RUN.fullmatch(output.name):
+        raise UserError(f"{output} is a checkpoint of a run: choose another --output.")
     averaged = average(paths)
     from lightseq_fairseq.checkpoints import saving
 

@@ -81,11 +81,11 @@ class LanguageModel(Pretrained):
 
         Returns:
             For one prompt its ``nbest`` hypotheses, the best first; for several a list of these, in
-            the same order.
+            the same order; for an empty list an empty one.
 
         Raises:
-            UserError: there is no prompt, one is too long for the model or contains something other
-                than numbers of tokens, or an option cannot be used.
+            UserError: a prompt is too long for the model or contains something other than numbers
+                of tokens, or an option cannot be used.
         """
         import torch
 
@@ -95,13 +95,13 @@ class LanguageModel(Pretrained):
         given: list[Any] = list(prompts) if isinstance(prompts, Iterable) else [prompts]
         if is_one:
             given = [prompts]
-        if not given:
-            raise UserError("There is no prompt: give at least one, which may be empty.")
         numbers = [
             self.encode(prompt) if isinstance(prompt, str) else self._checked(number, prompt)
             for number, prompt in enumerate(given)
         ]
         configuration, search = self._search(options)
+        if not numbers:
+            return []
         with self._explained(), deprecations.silenced():
             if "seed" in options:
                 seed(configuration)

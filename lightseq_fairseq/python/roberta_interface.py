@@ -98,12 +98,12 @@ class RobertaInterface(RobertaHubInterface):
             batch_size: texts that are computed together.
 
         Returns:
-            A `Prediction` (label, probability) for one text, for a list a list in the same order.
-            With --regression-target, a float takes the place of each, or a tuple of --num-classes
-            floats.
+            A `Prediction` (label, probability) for one text, for a list a list in the same order;
+            for an empty list an empty one. With --regression-target, a float takes the place of
+            each, or a tuple of --num-classes floats.
 
         Raises:
-            UserError: the model is no classifier, or a text is missing, empty or too long.
+            UserError: the model is no classifier, or a text is empty or too long.
         """
         if not families.classifies(self.task.cfg._name):
             raise UserError(
@@ -112,6 +112,8 @@ class RobertaInterface(RobertaHubInterface):
         is_one = isinstance(sentences, (str, tuple))
         classifier = self.classifier()
         texts = _texts([sentences] if is_one else sentences, classifier.inputs)
+        if not texts:
+            return []
         unknown = UnknownWords()
         try:
             found = classifier.classify(dict(enumerate(texts)), unknown, batch_size=batch_size)
@@ -190,7 +192,7 @@ def _texts(sentences: Any, inputs: int | None) -> list[tuple[str, ...]]:
     """Each sentence as the tuple of its texts.
 
     Raises:
-        UserError: there is none, one is no text, or has not as many texts as the model reads.
+        UserError: one is no text, or has not as many texts as the model reads.
     """
     found = []
     for number, each in enumerate(sentences if isinstance(sentences, Iterable) else [sentences]):
@@ -205,6 +207,4 @@ def _texts(sentences: Any, inputs: int | None) -> list[tuple[str, ...]]:
                 f"{wanted.get(inputs or 0, 'one or two')}."
             )
         found.append((*texts,))
-    if not found:
-        raise UserError("There is no sentence to classify: pass at least one.")
     return found

@@ -59,16 +59,19 @@ class Translator(Pretrained):
                 with this value, see docs/translate-and-evaluate.md.
 
         Returns:
-            A `Translation` for one text; for several, a list of them in the same order.
+            A `Translation` for one text; for several, a list of them in the same order; of an empty
+            list, an empty one.
 
         Raises:
-            UserError: there is no sentence, one is empty or too long for the model, or an option
+            UserError: a sentence is empty or too long for the model, or an option
                 cannot be used. The message is one sentence.
         """
         from lightseq_fairseq.fairseq_compat import deprecations
 
         lines = _lines([sentences] if isinstance(sentences, str) else sentences)
         configuration, search = self._search(options)
+        if not lines:
+            return []
         unknown = UnknownWords()
         with self._explained(), deprecations.silenced():
             if "seed" in options:
@@ -79,10 +82,8 @@ class Translator(Pretrained):
 
 
 def _lines(sentences: Any) -> list[str]:
-    """The sentences as a list; raises UserError if there is none, or one is empty or not text."""
+    """The sentences as a list; raises UserError if one is empty or not text."""
     lines = list(sentences) if isinstance(sentences, Iterable) else [sentences]
-    if not lines:
-        raise UserError("There is no sentence to translate: pass at least one.")
     for number, line in enumerate(lines):
         if not isinstance(line, str):
             raise UserError(

@@ -59,6 +59,7 @@ def test_samples_of_a_seed(toy: Toy, tmp_path: Path) -> None:
     words = "--buffer-size 9 --batch-size 9 --sampling --sampling-topk 3 --beam 2 --nbest 2"
     options = {"sampling": True, "sampling_topk": 3, "beam": 2, "nbest": 2, "max_len_b": 20}
     model = LanguageModel.from_pretrained(toy.path, toy.folder, cpu=True, seed=3, **options)
+    assert model.generate([]) == []
     first = model.generate(LINES)
     assert lines(first) == command(toy, tmp_path, f"{words} --seed 3")
     assert model.generate(LINES) != first
@@ -144,7 +145,6 @@ def test_it_is_at_the_door() -> None:
 @pytest.mark.parametrize(
     ("prompts", "options", "said"),
     [
-        ([], {}, "There is no prompt: give at least one"),
         ([[7, 99]], {}, r"Prompt 0 .* the number 99, which is not a word .* 0 to 14, without 1"),
         ([[7], [-1]], {}, "Prompt 1 .* the number -1"),
         ([1], {}, "the number 1, which"),

@@ -149,6 +149,7 @@ def test_unknown_words_are_copied_from_the_text(
 def test_one_sentence_and_many(translator: Translator) -> None:
     many = translator.translate(iter(LINES), beam=2)
     one = translator.translate(LINES[3], beam=2)
+    assert translator.translate([]) == []
     assert isinstance(one, Translation) and isinstance(many, list)
     assert one.tokens == many[3].tokens and one.text == many[3].text
     assert one.text == " ".join(one.tokens[:-1])
@@ -272,7 +273,6 @@ def test_the_class_is_there_before_torch_is() -> None:
 @pytest.mark.parametrize(
     ("sentences", "options", "sentence"),
     [
-        ([], {}, "There is no sentence to translate"),
         ("", {}, r"Sentence 0 \(counted from 0\) is empty"),
         (["eins", " \n"], {}, r"Sentence 1 \(counted from 0\) is empty"),
         (["eins", 3], {}, "Sentence 1 .* of type int: pass text"),
