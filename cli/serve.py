@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PROGRAM = "lightseq-serve"
 _SETTINGS = {"ignore_unknown_options": True, "max_content_width": 100}
-_HEAD = 30.0  # seconds in which a connection must begin a request
+_PACKAGES = ("fastapi", "uvicorn", "httptools", "uvloop", "prometheus-client")
 _DRAIN = 60  # seconds in which requests may end after SIGTERM
 
 
@@ -206,11 +206,13 @@ def _serve(host: str, port: int, words: Sequence[str], options: dict[str, Any]) 
     _prepare(options["log_json"])
     try:
         import uvicorn
+        import uvloop
 
         from lightseq_fairseq.cli.serving.app import application
+        from lightseq_fairseq.cli.serving.connections import Connection
     except ImportError as error:
         raise UserError(
-            f"{error.name} is not installed: pip install fastapi uvicorn prometheus-client."
+            f"{error.name} is not installed: pip install {' '.join(_PACKAGES)}."
         ) from None
     from lightseq_fairseq.cli.serving import log
 
@@ -220,7 +222,7 @@ def _serve(host: str, port: int, words: Sequence[str], options: dict[str, Any]) 
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one for each connection
     config = uvicorn.Config(
-        application(engines, bounds), http=protocol(), log_config=None, access_log=False,
+        application(engines, bounds), http=Connection, log_config=None, access_log=False,
         timeout_graceful_shutdown=_DRAIN,
     )  # fmt: skip
     address = listening.getsockname()
@@ -232,7 +234,7 @@ def _serve(host: str, port: int, words: Sequence[str], options: dict[str, Any]) 
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     server = uvicorn.Server(config)
     try:
-        asyncio.run(_run(server, engines, listening))
+        uvloop.run(_run(server, engines, listening))
     finally:
         engines.kill()
     if engines.is_gone:
@@ -241,22 +243,6 @@ def _serve(host: str, port: int, words: Sequence[str], options: dict[str, Any]) 
         raise Abandoned(_PROGRAM, "interrupted.", 128 + signal.SIGINT)
     sys.stdout.flush()
     os._exit(0)  # a normal exit would wait for threads that wait for the processes
-
-
-def protocol() -> type[Any]:
-    """uvicorn's; it closes connections on which no request begins in time."""
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-    class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self.loop.call_later(_HEAD, self._close_unused)
-
-        def _close_unused(self) -> None:
-            if self.cycle is None:
-                self.transport.close()
-
-    return Protocol
 
 
 async def _run(server: Server, engines: Engines, listening: socket.socket) -> None:

@@ -13,11 +13,12 @@ import numpy as np
 import prometheus_client as prometheus
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from lightseq_fairseq import __version__
 from lightseq_fairseq.base.errors import Expired, Full, UserError
+from lightseq_fairseq.cli.serving import answers as of
 from lightseq_fairseq.cli.serving import completions
 from lightseq_fairseq.cli.serving.bodies import (
     Classify,
@@ -33,7 +34,7 @@ from lightseq_fairseq.cli.serving.guard import Guard, Refused, refusal
 from lightseq_fairseq.cli.serving.messages import Bounds, Model
 from lightseq_fairseq.cli.serving.metrics import Metrics
 from lightseq_fairseq.cli.serving.processes import Gone
-from lightseq_fairseq.generation.texts import Prediction
+from lightseq_fairseq.generation.texts import Predicted, Prediction
 
 Result = TypeVar("Result")
 
@@ -56,6 +57,7 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
     app = FastAPI(
         title="LightSeq", version=__version__, lifespan=lifespan, redirect_slashes=False,
         description="Translations, completions, embeddings and labels by accelerated Transformers.",
+        responses={"4XX": {"model": of.Problem}},
     )  # fmt: skip
     app.add_middleware(Guard, bounds=bounds, metrics=metrics, paths=paths)
 
@@ -108,80 +110,74 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
         chosen, pair = _translator(engines.models, model, source, target)
         return await answers(request, chosen, texts, {**(options or {}), "languages": pair})
 
-    @app.post("/translate", summary="Translate (LibreTranslate's API)")
-    async def translate(body: Translate, request: Request) -> Any:
+    @app.post(
+        "/translate", summary="Translate (LibreTranslate's API)", response_model_exclude_none=True
+    )
+    async def translate(body: Translate, request: Request) -> of.Translated:
         options, number = body.options(), body.alternatives + 1
         if number > 1:
             options["nbest"] = number
         if body.prefix:
             options["prefix"] = body.prefix
         texts = [body.q] if isinstance(body.q, str) else body.q
-        found = await translations(
-            request, texts, body.source, body.target, body.model, options
-        )  # fmt: skip
+        found = await translations(request, texts, body.source, body.target, body.model, options)
         best = [each.hypotheses[0].text for each in found]
-        others = [[one.text for one in each.hypotheses[1:]] for each in found]
-        is_one = isinstance(body.q, str)
-        answer: dict[str, Any] = {"translatedText": best[0] if is_one else best}
+        answer = of.Translated(translatedText=_as_asked(body.q, best))
         if body.alternatives:
-            answer["alternatives"] = others[0] if is_one else others
+            others = [[one.text for one in each.hypotheses[1:]] for each in found]
+            answer.alternatives = _as_asked(body.q, others)
         return answer
 
     @app.get("/languages", summary="Languages (LibreTranslate's API)")
-    async def languages() -> Any:
+    async def languages() -> list[of.Language]:
         targets: dict[str, set[str]] = {}
         for each in engines.models.values():
             if each.languages is not None:
                 for code in each.languages.sources:
                     targets.setdefault(code, set()).update(each.languages.targets)
         return [
-            {"code": code, "name": code, "targets": sorted(targets[code])}
+            of.Language(code=code, name=code, targets=sorted(targets[code]))
             for code in sorted(targets)
         ]
 
     @app.post("/v2/translate", summary="Translate (DeepL's API)")
-    async def deepl(body: DeepL, request: Request) -> Any:
+    async def deepl(body: DeepL, request: Request) -> of.FromDeepL:
         chosen, pair = _translator(engines.models, None, body.source_lang, body.target_lang)
         found = await answers(request, chosen, body.text, {"languages": pair})
         assert chosen.languages is not None
         source = pair[0].upper() if chosen.languages.sources else ""
         texts = [
-            {
-                "detected_source_language": source,
-                "text": each.hypotheses[0].text,
-                "billed_characters": len(text),
-            }
+            of.OfDeepL(
+                detected_source_language=source,
+                text=each.hypotheses[0].text,
+                billed_characters=len(text),
+            )
             for each, text in zip(found, body.text, strict=True)
         ]
-        return {"translations": texts}
+        return of.FromDeepL(translations=texts)
 
     @app.post("/language/translate/v2", summary="Translate (Google's API, version 2)")
-    async def google(body: Google, request: Request) -> Any:
+    async def google(body: Google, request: Request) -> of.FromGoogle:
         if body.format == "html" and re.search("[<&]", "".join(_listed(body.q))):
             raise Refused(400, 'This server translates plain text: send "format": "text".')
         found = await translations(request, _listed(body.q), body.source, body.target)
-        texts = [{"translatedText": each.hypotheses[0].text} for each in found]
-        return {"data": {"translations": texts}}
+        texts = [of.OfGoogle(translatedText=each.hypotheses[0].text) for each in found]
+        return of.FromGoogle(data=of.GoogleData(translations=texts))
 
     @app.post("/summarize", summary="Summarize")
-    async def summarize(body: Summarize, request: Request) -> Any:
+    async def summarize(body: Summarize, request: Request) -> of.Summary:
         found = await translations(
             request, _listed(body.text), None, None, body.model, body.options()
         )
-        best = [each.hypotheses[0].text for each in found]
-        return {"summary": best[0] if isinstance(body.text, str) else best}
+        return of.Summary(summary=_as_asked(body.text, [each.hypotheses[0].text for each in found]))
 
     # --- OpenAI's API ----------------------------------------------------------------------------
 
     @app.get("/v1/models", summary="Models (OpenAI's API)")
-    async def models() -> Any:
-        data = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "lightseq"}
-            for name in engines.models
-        ]
-        return {"object": "list", "data": data}
+    async def models() -> of.Models:
+        return of.Models(data=[of.Listed(id=name) for name in engines.models])
 
-    @app.post("/v1/completions", summary="Completions (OpenAI's API)")
+    @app.post("/v1/completions", summary="Completions (OpenAI's API)", response_model=of.Completion)
     async def complete(body: Complete, request: Request) -> Any:
         chosen = _named(engines.models, body.model)
         if chosen.does != "continues":
@@ -199,23 +195,23 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
         return StreamingResponse(events, media_type="text/event-stream")
 
     @app.post("/v1/embeddings", summary="Embeddings (OpenAI's API)")
-    async def embed(body: Embed, request: Request) -> Any:
+    async def embed(body: Embed, request: Request) -> of.Embeddings:
         chosen = _named(engines.models, body.model)
         if chosen.does != "encodes":
             raise Refused(400, f"{chosen.name} is no encoder: it {chosen.does} texts.")
         found = await answers(request, chosen, _listed(body.input), {"classifies": False})
         data = [
-            {"object": "embedding", "index": number, "embedding": _embedding(body, each.found)}
+            of.Embedding(index=number, embedding=_embedding(body, each.found))
             for number, each in enumerate(found)
         ]
         read = sum(each.tokens[0] for each in found)
-        usage = {"prompt_tokens": read, "total_tokens": read}
-        return {"object": "list", "data": data, "model": body.model, "usage": usage}
+        usage = of.EmbeddingUsage(prompt_tokens=read, total_tokens=read)
+        return of.Embeddings(data=data, model=body.model, usage=usage)
 
     # --- Labels ----------------------------------------------------------------------------------
 
     @app.post("/classify", summary="Label texts, or pairs of texts")
-    async def classify(body: Classify, request: Request) -> Any:
+    async def classify(body: Classify, request: Request) -> of.Labels:
         names = [body.model] if body.model is not None else [*engines.models]
         models = [_named(engines.models, name) for name in names]
         chosen = next((each for each in models if each.has_labels), None)
@@ -229,26 +225,27 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
                 raise Refused(400, says)
             texts = [*zip(texts, others, strict=True)]
         found = await answers(request, chosen, texts, {"classifies": True})
-        labels = [_label(each.found) for each in found]
-        return {"labels": labels[0] if isinstance(body.text, str) else labels}
+        return of.Labels(labels=_as_asked(body.text, [_label(each.found) for each in found]))
 
     # --- For those who run the server ------------------------------------------------------------
 
     @app.api_route("/health", methods=["GET", "HEAD"], summary="Whether the server runs")
-    async def health() -> Any:
+    async def health() -> of.Status:
         if engines.is_gone:
             raise Gone
-        return {"status": "ok"}
+        return of.Status(status="ok")
 
     @app.api_route(
         "/ready", methods=["GET", "HEAD"], summary="Whether each model has answered a text"
     )
-    async def ready() -> Any:
+    async def ready() -> of.Status:
         if not engines.is_ready:
             raise Refused(503, "The models are not ready yet.")
-        return {"status": "ready"}
+        return of.Status(status="ready")
 
-    @app.get("/metrics", summary="Numbers for Prometheus")
+    @app.get(
+        "/metrics", summary="Numbers for Prometheus", response_class=PlainTextResponse, responses={}
+    )
     async def numbers() -> Response:
         text = prometheus.generate_latest(metrics.registry)
         return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
@@ -281,15 +278,23 @@ def _listed(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
 
 
-def _embedding(body: Embed, found: Sequence[float]) -> list[float] | str:
+def _as_asked(texts: str | list[str], found: list[Any]) -> Any:
+    """For a text what was found for it, for a list the list."""
+    return found[0] if isinstance(texts, str) else found
+
+
+def _embedding(body: Embed, found: bytes) -> list[float] | str:
     if body.encoding_format == "base64":
-        return base64.b64encode(np.array(found, np.float32).tobytes()).decode()
-    return list(found)
+        return base64.b64encode(found).decode()
+    numbers: list[float] = np.frombuffer(found, np.float32).tolist()
+    return numbers
 
 
-def _label(found: Any) -> Any:
-    """What a head predicts, as JSON; of a regression numbers."""
-    return found._asdict() if isinstance(found, Prediction) else found
+def _label(found: Predicted) -> of.Labelled:
+    """What a head predicts; of a regression numbers."""
+    if isinstance(found, Prediction):
+        return of.Label(label=found.label, probability=found.probability)
+    return [*found] if isinstance(found, tuple) else found
 
 
 def _check(texts: Sequence[Any], options: Mapping[str, Any], bounds: Bounds) -> None:

@@ -9,24 +9,26 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.serving.answers import Choice, Completion, Reason, Usage
 from lightseq_fairseq.cli.serving.bodies import Complete
 from lightseq_fairseq.cli.serving.messages import Answer
 from lightseq_fairseq.cli.serving.metrics import Metrics
 from lightseq_fairseq.cli.serving.processes import Gone
 
 
-def whole(body: Complete, prompts: Sequence[str], found: Sequence[Answer]) -> dict[str, Any]:
+def whole(body: Complete, prompts: Sequence[str], found: Sequence[Answer]) -> Completion:
     """The answer to a request that is not streamed."""
     choices = []
     for number, (prompt, each) in enumerate(zip(prompts, found, strict=True)):
         for place, (result, is_cut) in enumerate(zip(each.hypotheses, each.is_cut, strict=True)):
             text, is_stopped = _until(result.text, body.stops)
             shown = (prompt if body.echo else "") + text
-            reason = "length" if is_cut and not is_stopped else "stop"
-            choices.append(_choice(number * body.n + place, shown, reason))
+            reason: Reason = "length" if is_cut and not is_stopped else "stop"
+            place += number * body.n
+            choices.append(Choice(index=place, text=shown, finish_reason=reason))
     read, written = (sum(each.tokens[i] for each in found) for i in range(2))
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    return {**_head(body), "choices": choices, "usage": usage}
+    usage = Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
+    return Completion(**_head(body), choices=choices, usage=usage)
 
 
 async def events(
@@ -38,8 +40,11 @@ async def events(
     """
     head, sent = _head(body), ""
 
-    def event(text: str, reason: str | None) -> str:
-        return f"data: {json.dumps({**head, 'choices': [_choice(0, text, reason)]})}\n\n"
+    def event(text: str, reason: Reason | None) -> str:
+        choice = Choice(index=0, text=text, finish_reason=reason)
+        return (
+            f"data: {Completion(**head, choices=[choice]).model_dump_json(exclude={'usage'})}\n\n"
+        )
 
     if body.echo:
         yield event(body.prompt if isinstance(body.prompt, str) else body.prompt[0], None)
@@ -75,14 +80,9 @@ def _until(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(ends)], True) if ends else (text, False)
 
 
-def _choice(number: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": number, "text": text, "finish_reason": reason, "logprobs": None}
-
-
 def _head(body: Complete) -> dict[str, Any]:
     return {
         "id": f"cmpl-{secrets.token_hex(12)}",
-        "object": "text_completion",
         "created": int(time.time()),
         "model": body.model,
     }

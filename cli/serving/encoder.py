@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from lightseq_fairseq.base.errors import Expired, Full, UserError
+from lightseq_fairseq.cli.serving.messages import Encoded
 from lightseq_fairseq.cli.serving.models import EncodedBy, Tokens
+from lightseq_fairseq.generation.texts import Predicted
 
 _TOKENS = 16384  # of a batch, with pads
 
@@ -21,13 +23,13 @@ _TOKENS = 16384  # of a batch, with pads
 class Text:
     """A text in an `Encoder`; its attributes are those of ``generation.engine.Ticket``.
 
-    found: its embedding, or what its head computes.
+    found: None until it is encoded.
     """
 
     asked: Tokens
     arrived: float
     deadline: float | None
-    found: list[float] | None = None
+    found: Encoded | None = None
     error: Exception | None = None
     began: float | None = None
     ended: float | None = None
@@ -98,22 +100,23 @@ class Encoder:
             tokens = [torch.tensor(text.asked.tokens) for text in batch]
             compute = self._classes if batch[0].asked.classifies else self._features
             try:
-                computed = compute(tokens).tolist()
+                computed = [*compute(tokens)]
             except BaseException:
                 self.waiting.clear()  # as an `Engine`, after an error it has no text left
                 raise
             for text, found in zip(batch, computed, strict=True):
-                text.found = found
+                text.found = Encoded(found, (len(text.asked.tokens), 0))
         for text in (*ended, *batch):
             text.ended = time.monotonic()
         return [*ended, *batch]
 
-    def _classes(self, tokens: Sequence[Tensor]) -> Tensor:
-        assert self._served.classifier is not None
-        return self._served.classifier.outputs(tokens)
+    def _classes(self, tokens: Sequence[Tensor]) -> Iterable[Predicted]:
+        classifier = self._served.classifier
+        assert classifier is not None
+        return classifier.predictions(classifier.outputs(tokens))
 
-    def _features(self, tokens: Sequence[Tensor]) -> Tensor:
-        """The mean of the features of each text, float32 [B, C]."""
+    def _features(self, tokens: Sequence[Tensor]) -> Iterable[bytes]:
+        """The mean of the features of each text, the bytes of C float32 numbers."""
         from fairseq.data.data_utils import collate_tokens
 
         pad = self._served.interface.task.source_dictionary.pad()
@@ -121,4 +124,5 @@ class Encoder:
         batch = collate_tokens(tokens, pad).to(device)
         features, _ = self._model.encoder.extract_features(batch)
         lengths = (batch != pad).sum(1, keepdim=True)
-        return features.float().masked_fill(batch[..., None] == pad, 0).sum(1) / lengths
+        means = features.float().masked_fill(batch[..., None] == pad, 0).sum(1) / lengths
+        return (row.tobytes() for row in means.cpu().numpy())

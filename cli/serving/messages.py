@@ -125,14 +125,25 @@ class Found(NamedTuple):
     token_scores: list[float]
 
 
+class Encoded(NamedTuple):
+    """What a text has become.
+
+    found: an embedding, the bytes of float32 numbers; or what its head predicts. tokens: of the
+    text, and 0.
+    """
+
+    found: bytes | Predicted
+    tokens: tuple[int, int]
+
+
 class Ended(NamedTuple):
     """From the device: a sentence has ended, with results, or with an error's kind and sentence.
 
-    found: hypotheses, the best first; of an encoder numbers. waited, searched: seconds.
+    found: hypotheses, the best first; of an encoder the answer. waited, searched: seconds.
     """
 
     number: int
-    found: list[Found] | list[float]
+    found: list[Found] | Encoded
     error: tuple[str, str] | None = None
     waited: float = 0.0
     searched: float = 0.0
@@ -165,16 +176,6 @@ class Answer(NamedTuple):
     is_cut: tuple[bool, ...]
     tokens: tuple[int, int]
     is_last: bool = True
-
-
-class Encoded(NamedTuple):
-    """What a text has become: ``found`` is an embedding, or what its head predicts.
-
-    tokens: of the text, and 0.
-    """
-
-    found: list[float] | Predicted
-    tokens: tuple[int, int]
 
 
 def told(error: Exception) -> tuple[str, str]:

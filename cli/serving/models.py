@@ -14,7 +14,7 @@ from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.run_folder import checkpoint_in
 from lightseq_fairseq.checkpoints import from_huggingface
 from lightseq_fairseq.checkpoints.languages import languages_of
-from lightseq_fairseq.cli.serving.messages import Answer, Encoded, Found, Languages, Model
+from lightseq_fairseq.cli.serving.messages import Answer, Found, Languages, Model
 from lightseq_fairseq.cli.words.argv import flag_of
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.python.language_model import LanguageModel
@@ -24,7 +24,6 @@ from lightseq_fairseq.python.translator import Translator
 
 if TYPE_CHECKING:
     from lightseq_fairseq.cli.translate.classes import Classifier
-    from lightseq_fairseq.generation.texts import Predicted
     from lightseq_fairseq.python.roberta_interface import RobertaInterface
 
 _ENCODERS = ("masked_lm", "multilingual_masked_lm")  # tasks
@@ -89,10 +88,6 @@ class Served:
         Raises:
             UserError: the text or an option cannot be used.
         """
-        raise NotImplementedError
-
-    def answer(self, asked: Any, found: Any, options: Mapping[str, Any]) -> Any:
-        """What the device has found for ``asked``."""
         raise NotImplementedError
 
 
@@ -226,15 +221,6 @@ class EncodedBy(Served):
             wanted = "two texts: send text_pair, too" if len(texts) == 1 else "one text"
             raise UserError(f"{self.name} reads {wanted}.")
         return Tokens(self.classifier.tokens(0, texts).tolist(), True)
-
-    def answer(self, asked: Tokens, found: list[float], options: Mapping[str, Any]) -> Encoded:
-        import torch
-
-        result: list[float] | Predicted = found
-        if asked.classifies:
-            assert self.classifier is not None
-            (result,) = self.classifier.predictions(torch.tensor([found]))
-        return Encoded(result, (len(asked.tokens), 0))
 
 
 def in_flags(sentence: str) -> str:

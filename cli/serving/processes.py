@@ -54,22 +54,30 @@ class Channel(asyncio.Protocol):
     def __init__(self, got: Callable[[Any], None], lost: Callable[[], None]) -> None:
         self._got, self._lost = got, lost
         self._read = bytearray()
+        self._unsent: list[bytes] = []
 
     async def connect(self, connection: Connection) -> None:
         """Take over an end of a pipe."""
         own = socket.socket(fileno=os.dup(connection.fileno()))
         connection.close()
-        self._transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: self, sock=own
-        )
+        self._loop = asyncio.get_running_loop()
+        self._transport, _ = await self._loop.create_connection(lambda: self, sock=own)
 
     def send(self, message: Any) -> None:
+        """Send a message, with all others of this turn of the event loop."""
         data = pickle.dumps(message)
-        self._transport.write(_LENGTH.pack(len(data)) + data)
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent += _LENGTH.pack(len(data)), data
 
     def close(self) -> None:
         """Close the pipe, which ends the process."""
         self._transport.close()
+
+    def _flush(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
 
     def data_received(self, data: bytes) -> None:
         self._read += data
@@ -193,6 +201,8 @@ class Processes:
             finally:
                 self._forget(numbers, found)
             results = [found[number] for number in numbers]
+            if self.models[name].does == "encodes":
+                return results
             answers: list[Any] = await self._in_texts("answers", name, asked, results, options)
             return answers
 

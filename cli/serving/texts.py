@@ -38,8 +38,9 @@ class Texts:
     def answers(
         self, name: str, asked: Sequence[bytes], found: Sequence[Any], options: Mapping[str, Any]
     ) -> list[Any]:
-        """What the texts have become, see ``Served.answer``."""
+        """What the texts have become, see ``Searched.answer``."""
         served = self._served[name]
+        assert isinstance(served, Searched)
         pairs = zip(map(pickle.loads, asked), found, strict=True)
         return [served.answer(*pair, options) for pair in pairs]
 

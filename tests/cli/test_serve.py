@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import itertools
 import json
 import os
@@ -32,7 +33,8 @@ from helpers.interpreters import ROOT
 from helpers.serving import Server
 
 from lightseq_fairseq import LanguageModel, RobertaModel, Translator
-from lightseq_fairseq.cli import serve
+from lightseq_fairseq.cli.serving import connections
+from lightseq_fairseq.cli.serving.connections import Connection
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not in the dictionary")
 LINE = "eins zwei drei vier fünf sechs sieben"
@@ -137,7 +139,19 @@ def test_apis_of_others(server: Server, translator: Translator) -> None:
     names = [each["id"] for each in get("/v1/models").json()["data"]]
     assert names == ["digits", "counting", "encoder", "labels"]
     assert get("/health").json() == {"status": "ok"}
-    assert {"/translate", "/v1/completions"} <= get("/openapi.json").json()["paths"].keys()
+
+
+def test_the_page_of_the_api_describes_answers(server: Server) -> None:
+    described = server.client.get("/openapi.json").json()
+    paths = described["paths"]
+    assert {"/translate", "/v1/completions"} <= paths.keys()
+    assert paths.pop("/metrics")["get"]["responses"]["200"]["content"].keys() == {"text/plain"}
+    for path, operations in paths.items():
+        for operation in operations.values():
+            answers = operation["responses"]
+            assert answers.keys() == {"200", "4XX"}, path
+            for answer in answers.values():
+                assert answer["content"]["application/json"]["schema"], path
 
 
 @pytest.mark.parametrize("beam", [1, 3])
@@ -394,21 +408,26 @@ def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatc
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    monkeypatch.setattr(serve, "_HEAD", 0.3)
-    config = uvicorn.Config(application, http=serve.protocol(), log_config=None, lifespan="off")
+    monkeypatch.setattr(connections, "SECONDS", 0.3)
+    config = uvicorn.Config(application, http=Connection, log_config=None, lifespan="off")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         running = uvicorn.Server(config)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
         thread.start()
         address = listening.getsockname()
-        idle, slow, busy = (socket.create_connection(address, timeout=20) for _ in range(3))
+        idle, slow, busy, endless = (
+            socket.create_connection(address, timeout=20) for _ in range(4)
+        )
+        endless.sendall(b"GET / HTTP/1.1\r\n" + b"a: " + b"b" * (1 << 19))
+        with contextlib.suppress(ConnectionResetError):  # it comes before the answer
+            assert endless.recv(100).startswith(b"HTTP/1.1 400")
         slow.sendall(b"GET / HTTP/1.1\r\nHost")  # its head never ends
         busy.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (idle.recv(1), slow.recv(1)) == (b"", b"")
         assert busy.recv(100).startswith(b"HTTP/1.1 204")
         running.should_exit = True
         thread.join()
-        for each in (idle, slow, busy):
+        for each in (idle, slow, busy, endless):
             each.close()
 
 
