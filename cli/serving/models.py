@@ -286,7 +286,8 @@ def _load(name: str, checkpoint: str, options: Mapping[str, Any]) -> Served:
         return Searched(name, model, has_pair=False)
     if families.classifies(task) or task in _ENCODERS:
         own = {key: value for key, value in options.items() if key not in _of_texts()}
-        return EncodedBy(name, RobertaModel.from_pretrained(checkpoint, **own))
+        data = own.pop("data", None)
+        return EncodedBy(name, RobertaModel.from_pretrained(checkpoint, None, data, **own))
     raise UserError(
         f"{checkpoint} contains a model of --task {task}: lightseq-serve has models that "
         "translate, continue prompts or encode texts."

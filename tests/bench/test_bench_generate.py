@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from argparse import Namespace
 from pathlib import Path
@@ -27,7 +26,7 @@ from lightseq_fairseq.cli.benchmark.train import corpus
 fairseq_compat.prepare()
 from fairseq import checkpoint_utils  # noqa: E402
 from fairseq.data import Dictionary  # noqa: E402
-from fairseq.data.indexed_dataset import MMapIndexedDataset, make_builder  # noqa: E402
+from fairseq.data.indexed_dataset import MMapIndexedDataset  # noqa: E402
 from fairseq.models.roberta import RobertaHubInterface  # noqa: E402
 
 VOCABULARY = 500
@@ -250,19 +249,7 @@ def test_large_models_once(name: str, tokens: int | None, tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a trained model and its test set, in the folder of all models."""
-    toy, folder = digits.toy(), tmp_path_factory.mktemp("own") / "trained"
-    folder.mkdir()
-    shutil.copy(toy.paths[-1], folder / "checkpoint.pt")
-    for side, language in (("src", "en"), ("tgt", "de")):
-        words = toy.folder / f"dict.{side}.txt"
-        for name in (side, language):  # the checkpoint has its own names of the languages
-            shutil.copy(words, folder / f"dict.{name}.txt")
-        dictionary, stem = Dictionary.load(str(words)), folder / f"test.en-de.{language}"
-        builder = make_builder(f"{stem}.bin", "mmap", len(dictionary))
-        for line in (toy.folder / f"valid.src-tgt.{side}").read_text().splitlines():
-            builder.add_item(dictionary.encode_line(line, add_if_not_exist=False))
-        builder.finalize(f"{stem}.idx")
-    return folder
+    return digits.trained_folder(tmp_path_factory.mktemp("own"))
 
 
 def test_sentences_of_a_trained_model_end(trained: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import helpers.parity as parity
 import helpers.shared as shared
 import torch
+from fairseq.data import Dictionary
+from fairseq.data.indexed_dataset import make_builder
 from fairseq.dataclass.configs import GenerationConfig
 from helpers.parity import LS, NATIVE, command_line
 from torch import Tensor
@@ -120,6 +123,23 @@ def exact() -> Toy:
     hypotheses of equal scores."""
     ls, native = (copy.deepcopy(model).double() for model in (toy().ls, toy().native))
     return replace(toy(), ls=ls, native=native)
+
+
+def trained_folder(place: Path) -> Path:
+    """The model and a test set as ``lightseq-bench`` reads them, in the folder of all models."""
+    folder = place / "trained"
+    folder.mkdir()
+    shutil.copy(toy().paths[-1], folder / "checkpoint.pt")
+    for side, language in (("src", "en"), ("tgt", "de")):
+        words = toy().folder / f"dict.{side}.txt"
+        for name in (side, language):  # the checkpoint has its own names of the languages
+            shutil.copy(words, folder / f"dict.{name}.txt")
+        dictionary, stem = Dictionary.load(str(words)), folder / f"test.en-de.{language}"
+        builder = make_builder(f"{stem}.bin", "mmap", len(dictionary))
+        for line in (toy().folder / f"valid.src-tgt.{side}").read_text().splitlines():
+            builder.add_item(dictionary.encode_line(line, add_if_not_exist=False))
+        builder.finalize(f"{stem}.idx")
+    return folder
 
 
 def held_out(task: Any, left_pad: bool = True) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,7 @@ def main() -> None:
     task, samples = stopwatch.task_batches(given)
     for sample in samples:
         sample["text"] = _text(sample["net_input"]["src_tokens"], task.source_dictionary)
-    model = _model(given.data)
+    model = converted(given.data)
     memory, began = MemoryMeter(gpu=not given.cpu), time.perf_counter()
     with stopwatch.or_unable(given):
         translate = _translator(given, model)
@@ -35,7 +35,8 @@ def main() -> None:
     stopwatch.measure(given, samples, translate, load_s, memory)
 
 
-def _model(files: TestSet) -> Path:
+def converted(files: TestSet) -> Path:
+    """The folder of the model for CTranslate2, which is made if it does not exist."""
     made = files.ctranslate2
     if made.exists() and made.stat().st_mtime < files.checkpoint.stat().st_mtime:
         shutil.rmtree(made)  # the user has another model now
