@@ -74,6 +74,8 @@ class RobertaModel:
                 if the dictionary has the numbers of GPT-2, else None.
             device: as in `Translator.from_pretrained`; None: the CPU, as in fairseq.
             options: settings of the model, the task and the subwords to override, as in fairseq.
+                Also ``tokenizer`` and its settings, such as "moses" with ``source_lang``: it splits
+                texts before their subwords.
 
         Raises:
             UserError: the folder does not exist, the checkpoint contains another model or does not

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import torch
 from fairseq import utils
+from fairseq.data import encoders
 from fairseq.models.roberta.hub_interface import RobertaHubInterface
 
 from lightseq_fairseq.base import families
@@ -29,6 +30,22 @@ _WITHOUT = (
 )
 
 
+class _Tokenized:
+    """Subwords of the words that a tokenizer makes; bpe None: these words are the dictionary's."""
+
+    def __init__(self, tokenizer: Any, bpe: Any) -> None:
+        self._tokenizer, self._bpe = tokenizer, bpe
+
+    def encode(self, text: str) -> str:
+        words: str = self._tokenizer.encode(text)
+        return words if self._bpe is None else self._bpe.encode(words)
+
+    def decode(self, text: str) -> str:
+        words = text if self._bpe is None else self._bpe.decode(text)
+        decoded: str = self._tokenizer.decode(words)
+        return decoded
+
+
 class RobertaInterface(RobertaHubInterface):
     """A trained RoBERTa: fills in masks, classifies, extracts features.
 
@@ -39,6 +56,12 @@ class RobertaInterface(RobertaHubInterface):
     """
 
     has_marks = True
+    bpe: Any
+
+    def __init__(self, cfg: Any, task: Any, model: Any) -> None:
+        super().__init__(cfg, task, model)
+        if (tokenizer := encoders.build_tokenizer(cfg.tokenizer)) is not None:
+            self.bpe = _Tokenized(tokenizer, self.bpe)
 
     def __repr__(self) -> str:
         heads = list(self.model.classification_heads)

@@ -138,6 +138,14 @@ def test_python_answers_as_the_command(data: roberta.Data, runs: Path, pairs: Pa
         model.classify(("a ?", "b"))
 
 
+def test_a_tokenizer_splits_texts_before_their_subwords(runs: Path) -> None:
+    """fairseq's interface ignores it."""
+    plain = RobertaModel.from_pretrained(runs / "classes", bpe="characters")
+    both = RobertaModel.from_pretrained(runs / "classes", bpe="characters", tokenizer="space")
+    expected = plain.encode("a b").tolist()
+    assert both.encode("a   b").tolist() == expected != plain.encode("a   b").tolist()
+
+
 @pytest.mark.parametrize("size", ["1", "9"])
 def test_an_empty_line_has_an_empty_answer(
     data: roberta.Data, runs: Path, tmp_path: Path, size: str
