@@ -14,7 +14,7 @@ import pytest
 from lightseq_fairseq import Translator
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.benchmark.generate import test_set
-from scripts import bench_serve
+from scripts import bench_serve, soak_serve
 from scripts.bench_serve import Case
 
 EMBEDDINGS = "roberta_tiny/embeddings/fp32"
@@ -74,3 +74,16 @@ def test_cases_that_do_not_exist() -> None:
     for name in ("trained/embeddings/fp32", "roberta_tiny/beam2/fp32", "tiny/beam4/bf16", "x"):
         with pytest.raises(UserError, match=re.escape(f"There is no case {name}: write")):
             Case.parse(name)
+
+
+def test_soak(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    toy = digits.toy()
+    words = ["--minutes", "0.05", "--rate", "5", "--most", "5", "--log", tmp_path / "log"]
+    words += ["--texts", toy.folder / "test.src-tgt.src", "--", toy.paths[-1], "--cpu"]
+    flags = ["--data", toy.folder, "--source-lang", "src", "--target-lang", "tgt"]
+    with pytest.raises(SystemExit) as ended:
+        soak_serve.main([*map(str, [*words, *flags])])
+    row = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (ended.value.code, row["status"], row["first"]) == (0, 0, [])
+    assert row["right"] > 0 and row["mib"][0][1] > 50
+    assert "loads the models again" in (tmp_path / "log").read_text()
