@@ -327,8 +327,8 @@ PATCHES = (
         "lightseq-hydra-train: trains by the command line of lightseq-train"),
     Patch("scoped", "fairseq_cli.train:convert_namespace_to_omegaconf", "cli.hydra_train:main",
         "lightseq-hydra-train: refuses settings that no flag can set"),
-    Patch("scoped", "fairseq_cli.train:main", "cli.benchmark.train.measured_trainer:attached",
+    Patch("scoped", "fairseq_cli.train:main", "cli.profiling.measured_trainer:attached",
         "lightseq-bench train: measures the Trainer that the command selects"),
-    Patch("scoped", "fairseq_cli.train:Trainer", "cli.benchmark.train.measured_trainer:attached",
+    Patch("scoped", "fairseq_cli.train:Trainer", "cli.profiling.measured_trainer:attached",
         "lightseq-bench train: reports the steps of the Trainer", instead=True),
 )  # fmt: skip

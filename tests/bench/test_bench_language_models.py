@@ -148,7 +148,7 @@ def test_floor_counts_operations() -> None:
 def test_row() -> None:
     case = Case.parse("gpt2_124m/1024x32/bf16")
     data = corpus.Corpus(Path(), 0, 50_257, 0, 1 << 25)
-    profile = {"ms_per_step": 50.0, "busy": 0.99, "part_ms": {"gemm": 49.5, "gaps": 0.5}}
+    profile = {"ms_per_step": 50.0, "busy": 0.99, "class_ms": {"contraction": 49.5, "gaps": 0.5}}
     report = {"first_100_s": 8.0, "peak_gib": 20.0, "timeline": profile, "profiled_tokens": 32768}
     run = rows.Run(150, [rows.Interval(32768 / 0.050, 32768)], report)
     row = rows.row(case, "ours", data, [run], {})

@@ -162,7 +162,7 @@ def test_floor_counts_operations() -> None:
 
 def test_sentences_per_second() -> None:
     case, data = Case.parse("roberta_base/sentences32/bf16"), corpus.Corpus(Path(), 0, 500, 0, 9)
-    profile = {"ms_per_step": 50.0, "busy": 0.99, "part_ms": {"gemm": 49.5, "gaps": 0.5}}
+    profile = {"ms_per_step": 50.0, "busy": 0.99, "class_ms": {"contraction": 49.5, "gaps": 0.5}}
     report = {"first_100_s": 8.0, "peak_gib": 20.0, "timeline": profile, "profiled_tokens": 1900}
     run = rows.Run(150, [rows.Interval(1900 / 0.050, 1900)], report)
     row = rows.row(case, "ours", data, [run], {})

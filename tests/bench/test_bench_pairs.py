@@ -137,7 +137,7 @@ def test_floor_counts_attention_to_long_sources() -> None:
 def test_rows_count_both_sides() -> None:
     case = Case.parse("bart_large/summaries/bf16")
     data = corpus.Corpus(Path(), 10, 500, 7000, 620)
-    profile = {"ms_per_step": 50.0, "busy": 0.99, "part_ms": {"gemm": 49.5, "gaps": 0.5}}
+    profile = {"ms_per_step": 50.0, "busy": 0.99, "class_ms": {"contraction": 49.5, "gaps": 0.5}}
     report = {"first_100_s": 8.0, "peak_gib": 20.0, "timeline": profile, "profiled_tokens": 1240}
     run = rows.Run(150, [rows.Interval(1240 / 0.050, 1240)], report)
     row = rows.row(case, "ours", data, [run], {})

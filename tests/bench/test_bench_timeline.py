@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightseq_fairseq.cli.benchmark.train.timeline import overlap, part_of, timeline
+from lightseq_fairseq.cli.profiling.timeline import class_of, overlap, timeline
 
 
 def event(category: str, name: str, start: float, duration: float) -> dict[str, Any]:
@@ -34,12 +34,14 @@ def test_timeline() -> None:
     ]
     found = timeline(events)
     assert found.ms_per_step == 1.0
-    assert found.part_ms == pytest.approx(
+    assert found.class_ms == pytest.approx(
         {
-            "gemm": 0.1, "attention": 0.05, "cross_entropy": 0.05, "elementwise": 0.05,
-            "optimizer": 0.05, "all_reduce": 0, "gaps": 0.7,
+            "contraction": 0.1, "attention": 0.05, "cross entropy": 0.05, "copies": 0.05,
+            "optimizer": 0.05, "communication": 0, "embedding": 0, "normalisation": 0,
+            "elementwise": 0, "gaps": 0.7,
         }
     )  # fmt: skip
+    assert found.launches["contraction"] == found.launches["optimizer"] == 0.5
     assert found.busy == pytest.approx(0.3)
     with pytest.raises(ValueError, match="1 marks, 2 are needed"):
         timeline(events[:4])
@@ -72,23 +74,26 @@ def test_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "part"),
+    ("name", "kind"),
     [
-        ("nvjet_hsh_192x192_64x3_2x1_v_bz_coopB_bias_TNT", "gemm"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128>", "gemm"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "gemm"),
-        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage)", "all_reduce"),
+        ("nvjet_hsh_192x192_64x3_2x1_v_bz_coopB_bias_TNT", "contraction"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128>",
+         "contraction"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "contraction"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage)", "communication"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("void (anonymous namespace)::softmax_warp_forward<float, 5, false>", "attention"),
-        ("cunn_SoftMaxForward<8, float, LogSoftMaxForwardEpilogue>", "cross_entropy"),
-        ("triton_red_fused__log_softmax_nll_loss_forward_3", "cross_entropy"),
-        ("void lightseq::cross_entropy_bwd_kernel<__nv_bfloat16>", "cross_entropy"),
-        ("void lightseq::(anonymous namespace)::linear_tiles_kernel<__half>", "gemm"),
+        ("cunn_SoftMaxForward<8, float, LogSoftMaxForwardEpilogue>", "cross entropy"),
+        ("triton_red_fused__log_softmax_nll_loss_forward_3", "cross entropy"),
+        ("void lightseq::cross_entropy_bwd_kernel<__nv_bfloat16>", "cross entropy"),
+        ("void lightseq::(anonymous namespace)::linear_tiles_kernel<__half>", "contraction"),
         ("void lightseq::(anonymous namespace)::linear_dbias_kernel<__half>", "elementwise"),
-        ("void lightseq::(anonymous namespace)::activation_linear_bwd_kernel<__half>", "gemm"),
-        ("void lightseq::(anonymous namespace)::linear_activation_fwd_kernel<__half>", "gemm"),
+        ("void lightseq::(anonymous namespace)::activation_linear_bwd_kernel<__half>",
+         "contraction"),
+        ("void lightseq::(anonymous namespace)::linear_activation_fwd_kernel<__half>",
+         "contraction"),
         ("void lightseq::adam::(anonymous namespace)::adam_norm_kernel<__nv_bfloat16>",
          "optimizer"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
@@ -96,11 +101,18 @@ def test_overlap() -> None:
          "namespace)::Updated>", "optimizer"),
         ("lightseq::(anonymous namespace)::fp8_scales_kernel", "optimizer"),
         ("void lightseq::cast_kernel<lightseq::Given<__nv_bfloat16>>", "elementwise"),
-        ("nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT", "gemm"),
-        ("void lightseq::dropout_residual_layer_norm_bwd_kernel<__half>", "elementwise"),
+        ("nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT", "contraction"),
+        ("void lightseq::dropout_residual_layer_norm_bwd_kernel<__half>", "normalisation"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>",
          "elementwise"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",
+         "copies"),
+        ("void lightseq::(anonymous namespace)::embedding_fwd_kernel<__half>", "embedding"),
+        ("void at::native::vectorized_layer_norm_kernel<float, float>", "normalisation"),
+        ("lightseq::linear_bwd", "contraction"),
+        ("aten::addmm", "contraction"),
+        ("aten::bmm", "attention"),
     ],
 )  # fmt: skip
-def test_parts(name: str, part: str) -> None:
-    assert part_of(name) == part
+def test_classes(name: str, kind: str) -> None:
+    assert class_of(name) == kind

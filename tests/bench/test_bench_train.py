@@ -180,8 +180,8 @@ def test_intervals() -> None:
 
 
 def report(first: float | None, tokens: int = 5000) -> dict[str, Any]:
-    parts = {"gemm": 3000.0, "optimizer": 1200.0, "gaps": 800.0}
-    profile = {"ms_per_step": 5000.0, "busy": 0.84, "part_ms": parts}
+    classes = {"contraction": 3000.0, "optimizer": 1200.0, "gaps": 800.0}
+    profile = {"ms_per_step": 5000.0, "busy": 0.84, "class_ms": classes}
     return {
         "first_100_s": first, "peak_gib": 9.876, "timeline": profile, "profiled_tokens": tokens,
         "overlap": {"hidden": 0.5, "lanes_ms": {}},
@@ -225,7 +225,7 @@ def test_row() -> None:
     full["timeline"] = {
         "ms_per_step": 5000.0,
         "busy": 0.96,
-        "part_ms": {"gemm": 4800.0, "gaps": 200.0},
+        "class_ms": {"contraction": 4800.0, "gaps": 200.0},
     }
     held_up = rows.row(case, "ours", corpus_, [runs[0]._replace(report=full)], {})
     assert held_up["gpu_busy"] == 0.96

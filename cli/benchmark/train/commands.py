@@ -9,6 +9,7 @@ from pathlib import Path
 from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, SYSTEMS, Case, Data, System
 from lightseq_fairseq.cli.benchmark.train.corpus import LABELS, SOURCE, TARGET
 from lightseq_fairseq.cli.benchmark.train.shapes import DROPOUT, WARM_UP, Shape
+from lightseq_fairseq.cli.profiling import measured_trainer
 
 # Variables that torch reads when it is imported. The launchers set them, too, but the benchmark's
 # programs import torch before they call the launchers.
@@ -20,7 +21,7 @@ def command(
 ) -> list[str]:
     """The command of one run: ``updates`` updates, then the profiled ones."""
     how = SYSTEMS[system]
-    here = f"{__package__}.{'compiled' if how.compiled else 'measured_trainer'}"
+    here = f"{__package__}.compiled" if how.compiled else measured_trainer.__name__
     words = [sys.executable]
     if case.gpus > 1:
         words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.gpus)]

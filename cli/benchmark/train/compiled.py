@@ -40,7 +40,6 @@ from lightseq_fairseq.cli.benchmark.train import corpus, masked_batches, padded_
 from lightseq_fairseq.cli.benchmark.train.batches import Batch, Blocks, PaddedPairs, Pairs
 from lightseq_fairseq.cli.benchmark.train.cases import LOG_INTERVAL, SYSTEMS, Case
 from lightseq_fairseq.cli.benchmark.train.corpus import SOURCE, TARGET
-from lightseq_fairseq.cli.benchmark.train.measured_trainer import StepMeter, meter_parser
 from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     LONGEST,
     PAD,
@@ -48,6 +47,7 @@ from lightseq_fairseq.cli.benchmark.train.packed_transformer import (
     fastest_backend,
 )
 from lightseq_fairseq.cli.benchmark.train.shapes import WARM_UP
+from lightseq_fairseq.cli.profiling.measured_trainer import StepMeter, meter_parser
 from lightseq_fairseq.fairseq_compat.workers import no_loading_left
 
 SIZES = 8  # row counts are multiples of max-tokens / SIZES; each is compiled separately

@@ -18,8 +18,14 @@ from lightseq_fairseq.cli.benchmark.runs import Row, quantile
 from lightseq_fairseq.cli.benchmark.train.cases import SYSTEMS, Case, Data
 from lightseq_fairseq.cli.benchmark.train.corpus import NOISED_SHARE, SUMMARIES, Corpus
 from lightseq_fairseq.cli.benchmark.train.floor import BURST, SUSTAINED, floor
+from lightseq_fairseq.cli.profiling.timeline import GAPS
 
 _HELD_UP_BY_GPU = 0.9  # busy share of a profile above which the GPU limits the step time
+# Rows have fewer parts than a profile has classes.
+_PARTS = {
+    "contraction": "gemm", "communication": "all_reduce", "cross entropy": "cross_entropy",
+    "normalisation": "elementwise", "embedding": "elementwise", "copies": "elementwise",
+}  # fmt: skip
 _LINE = re.compile(r"\| INFO \| train_inner \| (\{.*\})$", re.MULTILINE)
 
 
@@ -89,7 +95,11 @@ def row(case: Case, system: str, corpus: Corpus, runs: Sequence[Run], about: Row
     first = [run.report["first_100_s"] for run in runs if run.report["first_100_s"] is not None]
     report = runs[-1].report
     profile = report["timeline"]
-    part_ms = {part: ms for part, ms in profile["part_ms"].items() if part != "gaps"}
+    part_ms: dict[str, float] = {}
+    for kind, ms in profile["class_ms"].items():
+        if kind != GAPS:
+            part = _PARTS.get(kind, kind)
+            part_ms[part] = part_ms.get(part, 0.0) + ms
     if profile["busy"] > _HELD_UP_BY_GPU:
         part_ms = {part: ms * middle / profile["ms_per_step"] for part, ms in part_ms.items()}
     else:

@@ -1,4 +1,4 @@
-"""Time per part of the training step, from a profile.
+"""Time per class of operators in a step, from a profile.
 
 The input is the events of a trace file of ``torch.profiler`` (Chrome format: ``ts`` and ``dur`` in
 microseconds). There is a mark between two steps, so the time from the first mark to the last is a
@@ -12,17 +12,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 MARK = "spin_kernel"
-# The first pattern found in a kernel's name decides its part. All other kernels are "elementwise":
-# norms, dropout, activations, embeddings, copies, and kernels of fairseq's loss and Adam that have
-# generic names.
-PARTS = {
-    "cross_entropy": r"cross_entropy|log_?softmax|nll_loss",
-    "optimizer": r"adam|advance_kernel|multi_tensor|lpnorm|fp8_(scales|weights)",
-    "attention": r"attention|flash|fmha|sdpa|softmax",
-    "all_reduce": r"nccl|all_?reduce",
-    "gemm": r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_mm\b|::(\w+_)?linear(?!_dbias)|matmul",
+# The first pattern found in the name of a kernel, or on a CPU of an op, decides its class. All
+# others are "elementwise": dropout, activations, sums, and kernels of fairseq's loss and Adam that
+# have generic names.
+CLASSES = {
+    "cross entropy": r"cross_entropy|log_?softmax|nll_loss",
+    "optimizer": r"adam|advance_kernel|multi_tensor|lpnorm|update_scalars|fp8_(scales|weights)",
+    "attention": r"attention|flash|fmha|sdpa|softmax|::bmm|::baddbmm",
+    "communication": r"nccl|all_?reduce|c10d",
+    "contraction": r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|mm\b|::(\w+_)?linear(?!_dbias)|"
+    r"matmul",
+    "embedding": r"embedding",
+    "normalisation": r"(layer|rms)_?norm",
+    "copies": r"mem(cpy|set)|copy|catarray|::(cat|clone|contiguous|stack)\b",
     "elementwise": r"",
 }
+GAPS = "gaps"
 # Event categories of device work; without a GPU, torch's CPU ops. Copies between host and device
 # run in parallel with it and are not counted.
 _WORK = ("kernel", "gpu_memset", "gpu_memcpy", "cpu_op")
@@ -39,12 +44,14 @@ class Timeline(NamedTuple):
     Attributes:
         ms_per_step: wall time under the profiler.
         busy: share of that time in which the device works.
-        part_ms: milliseconds per step for each part, with "gaps"; their sum is ``ms_per_step``.
+        class_ms: milliseconds per step for each class, with `GAPS`; their sum is ``ms_per_step``.
+        launches: kernels per step of each class, on a CPU ops.
     """
 
     ms_per_step: float
     busy: float
-    part_ms: dict[str, float]
+    class_ms: dict[str, float]
+    launches: dict[str, float]
 
 
 class Overlap(NamedTuple):
@@ -60,9 +67,9 @@ class Overlap(NamedTuple):
     lanes_ms: dict[str, list[Span]]
 
 
-def part_of(name: str) -> str:
-    """The part of the step to which a kernel belongs, from its name."""
-    return next(part for part, found in PARTS.items() if re.search(found, name, re.IGNORECASE))
+def class_of(name: str) -> str:
+    """The class of a kernel or an op, from its name."""
+    return next(kind for kind, found in CLASSES.items() if re.search(found, name, re.IGNORECASE))
 
 
 def timeline(events: Iterable[dict[str, Any]]) -> Timeline:
@@ -75,17 +82,22 @@ def timeline(events: Iterable[dict[str, Any]]) -> Timeline:
     """
     marks, work = _recorded(events)
     begin, end, steps = marks[0], marks[-1], len(marks) - 1
-    microseconds = dict.fromkeys(PARTS, 0.0)
+    microseconds, launches = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0)
     covered = begin
     for start, stop, name in work:
-        stop = min(stop, end)
+        stop, kind = min(stop, end), class_of(name)
         if stop > covered:
-            microseconds[part_of(name)] += stop - max(start, covered)
+            microseconds[kind] += stop - max(start, covered)
             covered = stop
+            launches[kind] += start >= begin
     busy = sum(microseconds.values())
-    microseconds["gaps"] = end - begin - busy
-    part_ms = {part: total / steps / 1e3 for part, total in microseconds.items()}
-    return Timeline((end - begin) / steps / 1e3, busy / (end - begin), part_ms)
+    microseconds[GAPS] = end - begin - busy
+    return Timeline(
+        (end - begin) / steps / 1e3,
+        busy / (end - begin),
+        {kind: total / steps / 1e3 for kind, total in microseconds.items()},
+        {kind: count / steps for kind, count in launches.items()},
+    )
 
 
 def overlap(events: Iterable[dict[str, Any]]) -> Overlap:
@@ -97,7 +109,7 @@ def overlap(events: Iterable[dict[str, Any]]) -> Overlap:
     marks, work = _recorded(events)
     lanes: dict[str, list[Span]] = {"computation": [], "collectives": []}
     for start, stop, name in work:
-        lane = "collectives" if part_of(name) == "all_reduce" else "computation"
+        lane = "collectives" if class_of(name) == "communication" else "computation"
         lanes[lane].append((start, stop))
     whole = {lane: _within(spans, marks[0], marks[-1]) for lane, spans in lanes.items()}
     begin, end = marks[(len(marks) - 1) // 2 :][:2]

@@ -1,6 +1,6 @@
 """Runs lightseq-train and measures its steps from outside: the command is a user's command.
 
-    python -m lightseq_fairseq.cli.benchmark.train.measured_trainer --report FILE --updates N
+    python -m lightseq_fairseq.cli.profiling.measured_trainer --report FILE --updates N
         --heat N --marks N [--without-apex] -- WORD... (of lightseq-train)
 
 The report is a JSON object: ``first_100_s``, the time from the start of the first epoch to the end
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
-from lightseq_fairseq.cli.benchmark.train.timeline import MARK, overlap, timeline
+from lightseq_fairseq.cli.profiling.timeline import MARK, overlap, timeline
 from lightseq_fairseq.fairseq_compat import patching
 
 FIRST = 100
@@ -140,7 +140,7 @@ def attached(meter: StepMeter) -> Iterator[None]:
         with patching.within("fairseq_cli.train:Trainer", ProbedTrainer):
             original(*args, **kwargs)
 
-    with patching.within("fairseq_cli.train:main", main, by="cli.benchmark"):
+    with patching.within("fairseq_cli.train:main", main, by="cli.profiling"):
         yield
 
 
