@@ -95,9 +95,8 @@ def main(
     if why:
         click.echo(
             f"It has no tokenizer, because {why.rstrip('.')}. Token ids are the rows of the run's "
-            "dictionary (<s> 0, <pad> 1, </s> 2, <unk> 3, then its lines), as encode() of "
-            "LanguageModel and RobertaModel gives them. --tokenizer FOLDER copies one of "
-            "transformers, with its config.json."
+            "dictionary (<s> 0, <pad> 1, </s> 2, <unk> 3, then its lines). --tokenizer FOLDER "
+            "copies one of transformers, with its config.json."
         )
 
 

@@ -162,6 +162,12 @@ def bleu(
             "or another tokenizer (--tokenize char).",
             err=True,
         )
+    if _has_subwords(translations) and not _has_subwords(references[0]):
+        click.echo(
+            "note: Many translations have subwords (such as wor@@ ds): join them, for example by "
+            "lightseq-generate --remove-bpe, since BLEU compares words.",
+            err=True,
+        )
     result = metric.corpus_score(translations, references)
     lengths = (len(metric.tokenizer(line).split()) for side in references for line in side)
     if not any(length >= metric.max_ngram_order for length in lengths):
@@ -171,6 +177,12 @@ def bleu(
             err=True,
         )
     return result, str(metric.get_signature())
+
+
+def _has_subwords(lines: list[str]) -> bool:
+    """Whether one of ten lines or more has marks of subword-nmt or of SentencePiece."""
+    marked = sum(re.search("@@( |$)|\u2581", line) is not None for line in lines)
+    return marked > 0 and 10 * marked >= len(lines)
 
 
 def _lacks_spaces(lines: list[str]) -> bool:

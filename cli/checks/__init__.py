@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import click
 
 from lightseq_fairseq.cli.words.registries import data_of
 
@@ -30,6 +33,15 @@ class Request:
     command: str = ""
     parser: argparse.ArgumentParser = field(default_factory=argparse.ArgumentParser)
     note: Callable[[str], None] | None = None
+
+    def say(self, sentence: str) -> None:
+        """A note; with several ranks, rank 0 says it for all."""
+        if os.environ.get("RANK", "0") != "0":
+            return
+        if self.note is not None:
+            self.note(sentence)
+        else:
+            click.echo(f"lightseq-{self.command}: note: {sentence}", err=True)
 
 
 class Check(NamedTuple):

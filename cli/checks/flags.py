@@ -9,8 +9,6 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 
-import click
-
 from lightseq_fairseq.base import families
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request
@@ -39,14 +37,10 @@ def supported(request: Request) -> None:
     sentence = refusal(command, args)
     if sentence is not None:
         raise UserError(sentence)
-    # With torchrun, rank 0 prints the notes for all ranks.
     known = families.tasks().get(args.task)
-    if known is not None and known.loaders and os.environ.get("RANK", "0") == "0":
+    if known is not None and known.loaders:
         for note in notes(command, request.argv, request.parser, args):
-            if request.note is not None:
-                request.note(note)
-            else:
-                click.echo(f"lightseq-{command}: note: {note}", err=True)
+            request.say(note)
 
 
 def refusal(command: str, args: argparse.Namespace) -> str | None:

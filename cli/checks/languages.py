@@ -11,8 +11,6 @@ import json
 import os
 from typing import Any
 
-import click
-
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.cli.checks import Request, pairs, search
 from lightseq_fairseq.cli.checks.checkpoints import initial, saved
@@ -64,7 +62,7 @@ def languages(request: Request) -> None:
     if command != "train" or not _follows(args):
         _order(args, trained, path, dictionary)
     _splits(request, folders, asked)
-    pairs.joiner(command, args, file)
+    pairs.joiner(request, file)
     search.sampling(command, args, len(words))
     _sampling(command, args, found)
     _repair(request)
@@ -119,11 +117,8 @@ def _take(request: Request, trained: dict[str, Any], path: str | None) -> None:
         if name not in ("langtoks_specs", "lang_pairs"):
             text = _listed(value) if name == "langs" else value
             taken.append(flag_of(name) if value is True else f"{flag_of(name)} {text}")
-    if taken and request.command != "validate":
-        sentence = f"taken from {path}: {', '.join(taken)}"
-        if request.note is not None:
-            return  # in Python, where a note is a warning
-        click.echo(f"lightseq-{request.command}: note: {sentence}", err=True)
+    if taken and request.command != "validate" and request.note is None:  # there it is a warning
+        request.say(f"taken from {path}: {', '.join(taken)}")
 
 
 def _langtoks(trained: dict[str, Any]) -> dict[str, Any] | None:
@@ -297,8 +292,4 @@ def _repair(request: Request) -> None:
         args.enable_lang_ids = False
         if request.command in ("train", "validate"):
             return  # which have said so
-        sentence = "--enable-lang-ids has no effect: models of translation read no language ids."
-        if request.note is not None:
-            request.note(sentence)
-        else:
-            click.echo(f"lightseq-{request.command}: note: {sentence}", err=True)
+        request.say("--enable-lang-ids has no effect: models of translation read no language ids.")

@@ -94,11 +94,7 @@ def pairs(request: Request) -> None:
         else:
             source, target = args.source_lang, args.target_lang = _trained(args, folders[0])
         if source is None or target is None:
-            if os.path.isfile(os.path.join(folders[0], "dict.txt")):
-                raise UserError(
-                    f"{folders[0]} contains running text, but --task {args.task} reads sentence "
-                    "pairs: use --task language_modeling, or another folder."
-                )
+            _no_running_text(args, folders[0])
             if os.path.isdir(os.path.join(folders[0], "input0")):
                 raise UserError(
                     f"{folders[0]} contains sentences with labels, but --task {args.task} reads "
@@ -111,17 +107,27 @@ def pairs(request: Request) -> None:
             )
     for language in (source, target):
         if not os.path.isfile(os.path.join(folders[0], f"dict.{language}.txt")):
+            _no_running_text(args, folders[0])
             raise UserError(
                 f"{folders[0]} contains no dict.{language}.txt: use the folder that "
-                f"lightseq-preprocess wrote (its --destdir), and its languages with -s and -t."
+                "lightseq-preprocess wrote (its --destdir), and its languages with --source-lang "
+                "and --target-lang."
             )
     _tokens_of_languages(args, source, target)
     for folder, split in splits(command, args, folders):
         has_split(request, folder, split, source, target)
     dictionary = os.path.join(folders[0], f"dict.{target}.txt")
-    joiner(command, args, dictionary)
+    joiner(request, dictionary)
     search.sampling(command, args, len(TranslationTask.load_dictionary(dictionary)))
     sentences(request)
+
+
+def _no_running_text(args: argparse.Namespace, folder: str) -> None:
+    if os.path.isfile(os.path.join(folder, "dict.txt")):
+        raise UserError(
+            f"{folder} contains running text, but --task {args.task} reads sentence pairs: use "
+            "--task language_modeling, or another folder."
+        )
 
 
 def has_split(request: Request, folder: str, split: str, source: str, target: str) -> None:
@@ -132,7 +138,7 @@ def has_split(request: Request, folder: str, split: str, source: str, target: st
             raise other_form(folder, split, args)
         raise UserError(
             f"{folder} contains no split named {split} for {source}-{target}: binarise it with "
-            f"lightseq-preprocess ({prefix_flag(split)}), or choose another split with "
+            f"lightseq-preprocess ({prefix_flag(request, split)}), or choose another split with "
             f"{subset_flag(request, split)}."
         )
     reader = _reader_of_targets(command, args)
@@ -210,11 +216,19 @@ _JOINERS = {
 _SHARE_JOINED = 0.01  # share of the words; fewer matches may occur in any text
 
 
-def joiner(command: str, args: argparse.Namespace, path: str) -> None:
-    """Raises UserError if the way to join subwords does not match the target dictionary."""
+def joiner(request: Request, path: str) -> None:
+    """Checks the way in which the command joins subwords.
+
+    path: the target dictionary. A note says that BLEU counts subwords.
+
+    Raises:
+        UserError: it does not match the dictionary.
+    """
+    command, args = request.command, request.args
     flag, asked = values.joiner(command, args)
     asked = {"@@ ": "@@", "subword_nmt": "@@"}.get(asked or "", asked)
-    if asked not in _JOINERS:
+    scores = command == "generate" or (command == "train" and getattr(args, "eval_bleu", False))
+    if asked not in _JOINERS and (asked or not scores or getattr(args, "bpe", None)):
         return
     with open(path, encoding="utf-8") as file:
         words = [line.partition(" ")[0] for line in file]
@@ -223,13 +237,20 @@ def joiner(command: str, args: argparse.Namespace, path: str) -> None:
         for kind, form in _JOINERS.items()
     }
     shown = max(counts, key=lambda kind: counts[kind])
+    instead = f"{flag} without a value" if shown == "@@" else f"{flag} {shown}"
+    if asked is None:
+        if counts[shown] > _SHARE_JOINED * len(words) and shown in ("@@", "sentencepiece"):
+            request.say(
+                f"BLEU counts subwords, not words, because {counts[shown]} of the {len(words)} "
+                f"words in {path} are subwords (as with {shown}): for BLEU of words, use {instead}."
+            )
+        return
     if asked == "letter" and counts[asked] == 0:
         raise UserError(
             f"{flag} letter would join all words of a sentence, because {path} has no | to mark "
             f"the end of a word: set {flag} to the subwords of that dictionary, or remove it."
         )
     if counts[asked] == 0 and counts[shown] > _SHARE_JOINED * len(words):
-        instead = f"{flag} without a value" if shown == "@@" else f"{flag} {shown}"
         raise UserError(
             f"{flag} is {asked}, but no word in {path} is marked in that way, while "
             f"{counts[shown]} of its {len(words)} words are marked as with {shown}: use {instead}."
@@ -346,9 +367,12 @@ def _reader_of_targets(command: str, args: argparse.Namespace) -> str | None:
     return "--prefix-size" if args.prefix_size > 0 else None
 
 
-def prefix_flag(split: str) -> str:
+def prefix_flag(request: Request, split: str) -> str:
     """lightseq-preprocess's flag for the text of a split."""
-    kind = next((kind for kind in ("train", "valid") if split.startswith(kind)), "test")
+    other = "valid" if request.command in ("train", "validate") else "test"
+    if request.command == "train" and split == request.args.train_subset:
+        other = "train"
+    kind = next((kind for kind in ("train", "valid") if split.startswith(kind)), other)
     return f"--{kind}pref"
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
-
-import click
 
 from lightseq_fairseq.base.errors import UserError
 from lightseq_fairseq.base.families import PREFIX
@@ -85,8 +82,8 @@ def from_checkpoint(request: Request) -> None:
             setattr(args, name, size)
             taken[flag] = size
     sizes = [flag if size is True else f"{flag} {size}" for flag, size in taken.items() if size]
-    if sizes and os.environ.get("RANK", "0") == "0":
-        click.echo(f"lightseq-train: note: taken from {path}: {', '.join(sizes)}", err=True)
+    if sizes:
+        request.say(f"taken from {path}: {', '.join(sizes)}")
 
 
 def _differences(

@@ -111,7 +111,7 @@ def files(
                 )
             raise UserError(
                 f"{folder} contains no {split} split: binarise one with lightseq-preprocess "
-                f"--only-source ({prefix_flag(split)}), or choose another split with "
+                f"--only-source ({prefix_flag(request, split)}), or choose another split with "
                 f"{subset_flag(request, split)}."
             )
         is_there = is_text if implementation == "raw" else is_binarised

@@ -36,7 +36,8 @@ def main(plan: Plan, ends: Sequence[Connection]) -> None:
         place = _place(plan)
         threads = max(torch.get_num_threads() - plan.workers, 1)  # the others need processors, too
         torch.set_num_threads(1)  # a process that has used threads of OpenMP must not fork
-        served = {name: load(name, path, plan.flags) for name, path in plan.models}
+        is_alone = len(plan.models) == 1
+        served = {name: load(name, path, plan.flags, is_alone) for name, path in plan.models}
     except UserError as error:
         ends[0].send(Loaded((), in_flags(str(error))))
         return

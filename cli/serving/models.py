@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from lightseq_fairseq.cli.serving.messages import Answer, Found, Languages, Mode
 from lightseq_fairseq.cli.words.argv import flag_of
 from lightseq_fairseq.generation.options import SearchOptions
 from lightseq_fairseq.python.language_model import LanguageModel
-from lightseq_fairseq.python.pretrained import Pretrained, settings_of, task_of
+from lightseq_fairseq.python.pretrained import Pretrained, settings_of, task_of, trained_on
 from lightseq_fairseq.python.roberta import RobertaModel
 from lightseq_fairseq.python.translator import Translator
 
@@ -248,27 +249,58 @@ def _of_texts() -> set[str]:
     return {*GenerationConfig.__dataclass_fields__, "remove_bpe", "post_process"}
 
 
-def load(name: str, path: str, options: Mapping[str, Any]) -> Served:
+def _of_subwords() -> set[str]:
+    """Options that only matter to a model whose data have no tokenizer."""
+    from fairseq.registry import REGISTRIES
+
+    parts = [
+        part
+        for kind in ("bpe", "tokenizer")
+        for part in REGISTRIES[kind]["dataclass_registry"].values()
+    ]
+    fields = {name for part in parts for name in getattr(part, "__dataclass_fields__", ())}
+    return {*fields, "bpe", "tokenizer", "remove_bpe", "post_process"} - {
+        "_name", "source_lang", "target_lang", "data",
+    }  # fmt: skip
+
+
+def load(name: str, path: str, options: Mapping[str, Any], is_alone: bool) -> Served:
     """Load a model on the CPU, from a checkpoint, or a folder of a run or of `transformers`.
+
+    is_alone: the options are for it. Of several models, those whose data have a tokenizer use that.
 
     Raises:
         UserError: it cannot be used.
     """
     # Those of lightseq-import have a config.json, too.
     if not (Path(path) / "config.json").is_file() or (Path(path) / "model.pt").is_file():
-        served = _load(name, checkpoint_in(path), options)
-        served.shown = repr(served)
-        return served
+        return _load(name, checkpoint_in(path), options, is_alone)
     with tempfile.TemporaryDirectory() as place:
         from_huggingface.write(Path(path), Path(place), Path(place), {}, ())
-        served = _load(name, checkpoint_in(place), options)
-        served.shown = repr(served).replace(checkpoint_in(place), path)
+        served = _load(name, checkpoint_in(place), options, is_alone)
+        served.shown = served.shown.replace(checkpoint_in(place), path)
         served.open_tokenizer()  # while its files exist
         return served
 
 
-def _load(name: str, checkpoint: str, options: Mapping[str, Any]) -> Served:
-    settings = settings_of(checkpoint)
+def _load(name: str, checkpoint: str, options: Mapping[str, Any], is_alone: bool) -> Served:
+    settings, unused = settings_of(checkpoint), set[str]()
+    with contextlib.suppress(UserError):  # no data: loading says so
+        data = options.get("data") or trained_on(settings, checkpoint)
+        if not is_alone and tokenizer.in_data(Path(data)) is not None:
+            unused = _of_subwords() & options.keys()
+    used = {key: value for key, value in options.items() if key not in unused}
+    served = _loaded(name, checkpoint, settings, used)
+    served.shown = repr(served)
+    if unused:
+        flags = " and ".join(map(flag_of, sorted(unused)))
+        served.shown += f"; its data have a tokenizer, so {flags} is not used"
+    return served
+
+
+def _loaded(
+    name: str, checkpoint: str, settings: dict[str, Any], options: Mapping[str, Any]
+) -> Served:
     task = task_of(settings)
     if task in Translator.kind.tasks:
         imported = settings.get("generation", {}).get("options", {})

@@ -164,20 +164,20 @@ def translate(cfg: Any, target: Path, words: list[str]) -> UnknownWords:
     unknown = UnknownWords()
     mine = unfinished.lines_of(rank.number)
     with unfinished.part(rank.number) as (file, done):
-        progress = tqdm(
+        bar = tqdm(
             desc=None if rank.ranks == 1 else f"process 1 of {rank.ranks}", total=mine,
             initial=done, unit=" sentences", disable=rank.number > 0 or lines == 0,
         )  # fmt: skip
         first = rank.number + -(-done // block) * rank.ranks
         ours = itertools.islice(buffered_read(str(source), block), first, None, rank.ranks)
         search = functools.cache(lambda: Search(load(cfg), cfg))  # not if nothing is left
-        for texts in ours:
-            found = search().translate(texts, unknown)
-            best = (each.hypotheses[0].text if each.hypotheses else "" for each in found)
-            file.write("".join(text.replace("\n", " ") + "\n" for text in best).encode())
-            file.flush()
-            os.fsync(file.fileno())
-            progress.update(len(texts))
-        progress.close()
+        with bar as progress:
+            for texts in ours:
+                found = search().translate(texts, unknown)
+                best = (each.hypotheses[0].text if each.hypotheses else "" for each in found)
+                file.write("".join(text.replace("\n", " ") + "\n" for text in best).encode())
+                file.flush()
+                os.fsync(file.fileno())
+                progress.update(len(texts))
     unfinished.join()
     return unknown

@@ -242,3 +242,21 @@ def test_unusual_input_works(
         if line.startswith(start):
             translated = [text for text in result.stdout.splitlines() if text.startswith("H-")]
             assert len(translated) == (3 if "short" in line else count)
+
+
+@pytest.mark.parametrize(
+    ("line", "noted"),
+    [
+        (f"generate subwords {OURS} {SHORT}", "use --remove-bpe without a value."),
+        (f"generate pieces {OURS} {SHORT}", "use --remove-bpe sentencepiece."),
+        (f"generate pieces {OURS} {SHORT} --remove-bpe sentencepiece", None),
+        (f"generate bin {OURS} {SHORT}", None),
+        (f"interactive subwords {OURS} {SHORT} --input short.de", None),
+    ],
+)
+def test_bleu_of_subwords_is_noted(
+    launch: Callable[[str], Result], line: str, noted: str | None
+) -> None:
+    said = [each for each in launch(f"{line} --cpu").stderr.splitlines() if "BLEU counts" in each]
+    assert len(said) == (noted is not None)
+    assert noted is None or (said[0].startswith("lightseq-generate: note:") and noted in said[0])

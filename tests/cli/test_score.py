@@ -269,3 +269,14 @@ def test_a_test_set_that_cannot_be_downloaded(
     result = run("score", "--sys", reference, "-t", "wmt14/full", "-l", "en-de")
     assert result.exit_code == 2, (result.output, result.exception)
     assert "sacrebleu cannot download the test set wmt14/full" in result.stderr
+
+
+def test_subwords_in_translations_are_noted(tmp_path: Path) -> None:
+    references = lines(tmp_path / "ref", ["one two three four"] * 9)
+    for text, noted in (("o@@ ne two three four", True), ("\u2581one two three f our", True),
+                        ("one two three four", False)):  # fmt: skip
+        found = run(
+            "score", "--sys", lines(tmp_path / "sys", [text] * 9), "--reference", references
+        )
+        assert found.exit_code == 0
+        assert ("note: Many translations have subwords" in found.stderr) == noted

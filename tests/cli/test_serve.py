@@ -397,6 +397,9 @@ def test_forms(server: Server, translator: Translator) -> None:
     form = {"text": "eins zwei", "target_lang": "TGT"}
     (found,) = server.client.post("/v2/translate", data=form).json()["translations"]
     assert found["text"] == best.text
+    header = {"Content-Type": "application/x-www-form-urlencoded"}  # of curl -d without -H
+    answer = server.client.post("/translate", content=b'{"q": "eins zwei"}', headers=header)
+    assert answer.json() == {"translatedText": best.text}
     answer = server.client.post("/translate", data={"source": "src"})
     assert answer.status_code == 400
     assert answer.json() == {"error": "q: field required."}

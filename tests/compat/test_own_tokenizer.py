@@ -20,6 +20,7 @@ from fairseq.data import Dictionary, data_utils
 
 from lightseq_fairseq import LanguageModel, RobertaModel, Translator
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.serving import models
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
 pytest.importorskip("google.protobuf", reason="protobuf is not installed")
@@ -251,6 +252,16 @@ def test_roberta_finds_the_tokenizer(text: Path, tmp_path: Path) -> None:
     sp = str(tmp_path / "sp.model")
     named = RobertaModel.from_pretrained(run, bpe="sentencepiece", sentencepiece_model=sp)
     assert type(named.bpe).__name__ == "SentencepieceBPE" and named.bpe.encode("Ko mi") == pieces
+    # Of several models that are served, this one does not take the subwords of another.
+    served = models.load("it", str(run), {"bpe": "characters", "beam": 4}, is_alone=False)
+    assert served.shown.endswith("; its data have a tokenizer, so --bpe is not used")
+    asked = [served.asked("Ko mi", {"classifies": False})]
+    others = (
+        models.load("it", str(run), {}, False),
+        models.load("it", str(run), {"bpe": "characters"}, True),
+    )
+    asked += [each.asked("Ko mi", {"classifies": False}) for each in others]
+    assert asked[0] == asked[1] != asked[2]
     without = RobertaModel.from_pretrained(run, bpe=None)
     with pytest.raises(UserError, match=r"nothing has no tokenizer that can be read"):
         RobertaModel.from_pretrained(run, tokenizer_folder=str(tmp_path / "nothing"))

@@ -340,7 +340,8 @@ def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
         (lambda place: {"data": place / "gone"}, ".*gone does not exist"),
         (lambda place: {"data": place / "empty"}, "empty .*dict.src.txt"),
         (lambda place: {"data": place / "other"}, "dictionary"),
-        (lambda place: {"source_lang": "fr"}, "dict.fr.txt"),
+        (lambda place: {"source_lang": "fr"}, "dict.fr.txt.* with source_lang and target_lang"),
+        (lambda place: {"data": place / "running"}, "running contains running text, but"),
         (lambda place: {"bpe": "subword_nmt", "bpe_codes": place / "gone"}, "gone .*not exist"),
         (
             lambda place: {"bpe": "subword_nmt", "bpe_codes": place / "text"},
@@ -361,6 +362,8 @@ def test_what_cannot_be_loaded(
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("text\n")
     (tmp_path / "other").mkdir()
+    (tmp_path / "running").mkdir()
+    (tmp_path / "running" / "dict.txt").write_text("a 1\n")
     for side in ("src", "tgt"):
         (tmp_path / "other" / f"dict.{side}.txt").write_text("a 1\nb 1\n")
     given = {"checkpoint": toy.paths[-1], "data": toy.folder, **LANGUAGES, **change(tmp_path)}

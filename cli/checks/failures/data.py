@@ -70,8 +70,12 @@ def _too_long(found: re.Match[str], request: Request) -> str:
         )
     index = found[1]
     size, limit = (re.sub(r"np\.\w+\((\d+)\)", r"\1", text) for text in found.group(2, 3))
+    if size.isdigit() and (sentence := _blocks(int(size), request)) is not None:
+        return sentence
     sides = " (source, target)" if "," in size else ""
-    return (size.isdigit() and _blocks(int(size), request)) or (
+    if alone := re.fullmatch(r"\((\d+), 0\)", size):  # a source without a target
+        size, limit, sides = alone[1], re.sub(r"\((\d+), \d+\)", r"\1", limit), ""
+    return (
         f"Sentence {index} (counted from 0) has {size} tokens{sides}, but the model takes at most "
         f"{limit}: shorten it, or skip such sentences with --skip-invalid-size-inputs-valid-test."
     )

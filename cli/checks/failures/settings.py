@@ -45,6 +45,13 @@ def _schedule(failure: Cause, request: Request) -> str | None:
         return None
     says = failure.kind != "ZeroDivisionError" and " ".join(failure.text.split()).rstrip(".")
     reason = f" ({says})" if says else ""
+    rates = getattr(request.args, "lr", None)
+    if isinstance(rates, list) and len(rates) > 1 and "Cannot use a fixed" in reason:
+        return (
+            f"--lr has {len(rates)} rates ({', '.join(f'{rate:g}' for rate in rates)}), but "
+            f"--lr-scheduler {request.args.lr_scheduler} takes one: write one number, with a "
+            "decimal point."
+        )
     return (
         f"The settings of --lr-scheduler {getattr(request.args, 'lr_scheduler', '')} do not fit "
         f"together{reason}: change one of them (--fairseq-help explains each)."
