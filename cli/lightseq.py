@@ -17,7 +17,7 @@ JOBS = {
     "Translate, continue prompts, or classify": ("generate", "interactive", "serve", "score"),
     "Language models": ("eval-lm",),
     "Checkpoints": ("average", "export", "import"),
-    "Check and measure": ("doctor", "bench"),
+    "Check and measure": ("doctor", "profile", "bench"),
 }
 COMMANDS = tuple(name for names in JOBS.values() for name in names)
 

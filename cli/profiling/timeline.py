@@ -32,6 +32,9 @@ GAPS = "gaps"
 # run in parallel with it and are not counted.
 _WORK = ("kernel", "gpu_memset", "gpu_memcpy", "cpu_op")
 _BESIDE = re.compile(r"Memcpy (HtoD|DtoH)")
+_OP = re.compile(
+    r"(aten|lightseq|_?c10d\w*)::"
+)  # other CPU events are parts of autograd, of modules
 _NEAR = 20.0  # microseconds: a lane of the overlap shows no shorter gaps
 
 Span = tuple[float, float]  # start and end
@@ -136,6 +139,7 @@ def _recorded(events: Iterable[dict[str, Any]]) -> tuple[list[float], list[Kerne
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]), event["name"])
         for event in timed
         if event.get("cat") in _WORK
+        and (event["cat"] != "cpu_op" or _OP.match(event["name"]))
         and MARK not in event["name"]
         and not _BESIDE.match(event["name"])
     )
