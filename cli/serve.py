@@ -104,7 +104,8 @@ def main(words: list[str], **options: Any) -> None:
         lightseq-serve checkpoints --bpe subword_nmt --bpe-codes codes --remove-bpe
         curl localhost:8000/translate -H 'Content-Type: application/json' -d '{"q": "Guten Tag."}'
 
-    MODEL is a checkpoint, or the folder of a run or of lightseq-import; NAME=MODEL gives it a name.
+    MODEL is a checkpoint, or the folder of a run, of lightseq-import or of transformers; NAME=MODEL
+    gives it a name.
     Flags of lightseq-interactive follow the models, and hold for all of them: they are the defaults
     of requests.
 
@@ -160,7 +161,7 @@ def _planned(
         if not name:
             raise UserError("A model has no name before its =: use NAME=MODEL.")
         if names.count(name) > 1:
-            raise UserError(f"Two models have the name {name}: use NAME=MODEL.")
+            raise UserError(f"Two models have the name {name}: use NAME=MODEL, with other names.")
     beam = str(flags.get("beam", ""))
     if beam.isdigit() and int(beam) > max_beam:
         raise UserError(f"--beam {beam} is larger than --max-beam {max_beam}: raise that, too.")

@@ -30,6 +30,8 @@ def classes(request: Request) -> None:
     """
     from fairseq.data import Dictionary
 
+    from lightseq_fairseq.base import dictionaries
+
     command, args = request.command, request.args
     has_labels = command == "train" or args.num_classes >= 1
     if has_labels and args.num_classes < 1:
@@ -53,6 +55,13 @@ def classes(request: Request) -> None:
             raise UserError(
                 f"{folder} contains {have} {name}/dict.txt, which --task {args.task} reads: "
                 f"{_HOW.format(name=name)}."
+            )
+    if has_classes and command == "train":
+        known = dictionaries.labels(Dictionary.load(os.path.join(folder, "label", "dict.txt")))
+        if len(known) < args.num_classes:
+            request.say(
+                f"--num-classes is {args.num_classes}, but the data have {len(known)} labels: "
+                f"{', '.join(known[:9])}."
             )
     if has_classes and command != "train":
         _same_labels(command, args.path.partition(os.pathsep)[0], folder)

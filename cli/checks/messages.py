@@ -27,6 +27,6 @@ def explain(error: BaseException, request: Request) -> str | None:
 
 # Flags for the start of a run; do not repeat them when the run is resumed.
 BEGINNING = (
-    *("--restore-file", "--finetune-from-model", "--reset-optimizer", "--reset-lr-scheduler"),
+    *("--restore-file", "--reset-optimizer", "--reset-lr-scheduler"),
     *("--reset-dataloader", "--reset-meters"),
 )

@@ -39,6 +39,7 @@ _POSITIONS = {
     "decoder": "max_target_positions",
     "sentence_encoder": "max_positions",
 }
+_SIDES = ("max_source_positions", "max_target_positions")
 # fairseq's, of settings that neither a flag nor an arch may set.
 _DEFAULTS = {
     "max_source_positions": 1024, "max_target_positions": 1024, "max_positions": 512,
@@ -81,6 +82,13 @@ def from_checkpoint(request: Request) -> None:
         if takes:
             setattr(args, name, size)
             taken[flag] = size
+    for name in _SIDES if takes and hasattr(args, _SIDES[0]) else ():
+        # Positions that are computed, and not learned: a command may set any number.
+        is_free = not any(of_positions(parameter) == name for parameter in model)
+        size, now = trained.get(name), getattr(args, name, None) or _DEFAULTS[name]
+        if is_free and size not in (None, now) and not is_given(request.argv, flags.get(name, ())):
+            setattr(args, name, size)
+            taken[flag_of(name)] = size
     sizes = [flag if size is True else f"{flag} {size}" for flag, size in taken.items() if size]
     if sizes:
         request.say(f"taken from {path}: {', '.join(sizes)}")

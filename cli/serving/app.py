@@ -166,9 +166,8 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     @app.post("/summarize", summary="Summarize")
     async def summarize(body: Summarize, request: Request) -> of.Summary:
-        found = await translations(
-            request, _listed(body.text), None, None, body.model, body.options()
-        )
+        name = body.model or _summarizer(engines.models)
+        found = await translations(request, _listed(body.text), None, None, name, body.options())
         return of.Summary(summary=_as_asked(body.text, [each.hypotheses[0].text for each in found]))
 
     # --- OpenAI's API ----------------------------------------------------------------------------
@@ -229,15 +228,15 @@ def application(engines: Engines, bounds: Bounds) -> FastAPI:
 
     # --- For those who run the server ------------------------------------------------------------
 
-    @app.api_route("/health", methods=["GET", "HEAD"], summary="Whether the server runs")
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", summary="Whether the server runs")
     async def health() -> of.Status:
         if engines.is_gone:
             raise Gone
         return of.Status(status="ok")
 
-    @app.api_route(
-        "/ready", methods=["GET", "HEAD"], summary="Whether each model has answered a text"
-    )
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready", summary="Whether each model has answered a text")
     async def ready() -> of.Status:
         if not engines.is_ready:
             raise Refused(503, "The models are not ready yet.")
@@ -324,6 +323,19 @@ def _named(served: Mapping[str, Model], name: str) -> Model:
     return served[name]
 
 
+def _summarizer(models: Mapping[str, Model]) -> str | None:
+    """The model for summaries, if the request names none: the only one without languages.
+
+    None: there is one model that writes texts.
+    """
+    writers = [each for each in models.values() if each.languages is not None]
+    found = [each for each in writers if each.languages and not each.languages.sources]
+    if len(writers) > 1 and len(found) != 1:
+        names = ", ".join(each.name for each in writers)
+        raise Refused(400, f"The server has several models: send model, one of {names}.")
+    return found[0].name if len(writers) > 1 else None
+
+
 def _translator(
     models: Mapping[str, Model], name: str | None, source: str | None, target: str | None
 ) -> tuple[Model, tuple[str, str]]:
@@ -334,8 +346,10 @@ def _translator(
         raise Refused(400, "This server has no translation model for this request.")
     for each, languages in translate:
         usual = languages.usual or (None, None)
-        if len(translate) == 1 and not languages.sources and languages.usual is not None:
-            return each, languages.usual  # nobody knows its languages: it is asked for all
+        if not languages.sources:  # nobody knows its languages
+            if len(translate) == 1 and languages.usual is not None:
+                return each, languages.usual
+            continue
         ours = _code(source, languages.sources, usual[0])
         other = _code(target, languages.targets, usual[1])
         if ours is not None and other is not None:

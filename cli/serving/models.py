@@ -294,7 +294,8 @@ def _load(name: str, checkpoint: str, options: Mapping[str, Any], is_alone: bool
     served.shown = repr(served)
     if unused:
         flags = " and ".join(map(flag_of, sorted(unused)))
-        served.shown += f"; its data have a tokenizer, so {flags} is not used"
+        verb = "is" if len(unused) == 1 else "are"
+        served.shown += f"; its data have a tokenizer, so {flags} {verb} not used"
     return served
 
 

@@ -22,6 +22,11 @@ def checkpoint_in(path: str) -> str:
     for name in _BEST_FIRST:
         if os.path.isfile(os.path.join(path, name)):
             return os.path.join(path, name)
+    if os.path.isfile(os.path.join(path, "config.json")):
+        raise UserError(
+            f"{path} is a folder of transformers: convert it with lightseq-import, and use the "
+            "folder that it writes."
+        )
     raise UserError(
         f"The folder {path} has no {' or '.join(_BEST_FIRST[:2])}: use a checkpoint file, or the "
         "--save-dir of a training run."

@@ -130,6 +130,10 @@ def accelerate(model: Model, fp8: bool = False) -> Model:
         raise UserError(
             f"{type(model).__name__} is not supported (supported: {_SUPPORTED}): {_INSTEAD}."
         )
+    if all(type(module).__name__.endswith("Decoder") for module in found):
+        raise UserError(
+            f"{type(model).__name__}, a decoder without an encoder, is not supported: {_INSTEAD}."
+        )
     states: dict[Any, _State] = {}
     for encoder in found:
         if isinstance(encoder, Accelerated):
@@ -176,7 +180,9 @@ def restore(model: Model) -> Model:
 def _swapped(model: nn.Module) -> list[Any]:
     found = [m for m in model.modules() if isinstance(m, Swapped)]
     if not found:
-        raise UserError(f"{type(model).__name__} is not accelerated: call lightseq.accelerate.")
+        raise UserError(
+            f"{type(model).__name__} is not accelerated: lightseq.accelerate has not been called."
+        )
     return found
 
 

@@ -608,7 +608,10 @@ def test_commands_that_cannot_serve(tmp_path: Path) -> None:
             ((path, "--beam", "4", "5"), "5 belongs to no flag: models come before flags."),
             ((path, "--port", port), f"cannot listen on 127.0.0.1:{port} (Address already in use)"),
             ((str(tmp_path),), f"The folder {tmp_path} has no checkpoint_best.pt"),
-            ((f"a={path}", f"a={path}"), "Two models have the name a: use NAME=MODEL."),
+            (
+                (f"a={path}", f"a={path}"),
+                "Two models have the name a: use NAME=MODEL, with other names.",
+            ),
             ((f"={path}",), "A model has no name before its =: use NAME=MODEL."),
             ((path, "--beam", "17"), "--beam 17 is larger than --max-beam 16: raise that, too."),
             ((path, "--fp16"), "--fp16 needs a GPU, but there is none"),

@@ -96,3 +96,17 @@ def test_texts(server: Server, folders: Path, tmp_path: Path) -> None:
     assert choice["text"] and model.decode(model.encode(LINE)) + choice["text"] == expected
     (found,) = server.post("/v1/embeddings", model="roberta", input=LINE)["data"]
     assert len(found["embedding"]) == 32
+
+
+def test_a_model_without_languages_is_asked_by_name(server: Server) -> None:
+    """With several models: nobody knows whether it is the right one."""
+    answer = server.client.post("/translate", json={"q": LINE})
+    assert answer.status_code == 400 and "send source and target" in answer.json()["error"]
+    named = server.post("/translate", q=LINE, model="marian")["translatedText"]
+    assert server.post("/summarize", text=LINE) == {"summary": named}  # the only one of its kind
+
+
+def test_the_page_of_the_api_warns_of_nothing(server: Server) -> None:
+    assert server.client.get("/openapi.json").status_code == 200
+    assert server.client.head("/ready").status_code == 200
+    assert "Duplicate Operation" not in server.log.read_text()

@@ -24,7 +24,8 @@ MODELS = {
         "--encoder-layers 1 --decoder-layers 2 --encoder-embed-dim 16 --encoder-ffn-embed-dim 24 "
         "--decoder-embed-dim 24 --decoder-ffn-embed-dim 32 --encoder-attention-heads 2 "
         "--decoder-attention-heads 4 --activation-fn gelu --encoder-normalize-before "
-        "--encoder-learned-pos --max-source-positions 40 --share-decoder-input-output-embed",
+        "--encoder-learned-pos --max-source-positions 40 --max-target-positions 50 "
+        "--share-decoder-input-output-embed",
         PAIRS, PAIRS,
     ),
     "text": (
@@ -94,6 +95,7 @@ def test_sizes_come_from_the_checkpoint(
         assert "True" not in note and "False" not in note
         if note and name == "pairs":
             assert ", --encoder-normalize-before, " in note
+            assert note.endswith(", --max-target-positions 50")  # no table is learned of these
         states.append(torch.load(words[-1] / "checkpoint_last.pt", weights_only=False))
     assert states[0]["model"].keys() == states[1]["model"].keys()
     for parameter, value in states[0]["model"].items():
@@ -101,6 +103,7 @@ def test_sizes_come_from_the_checkpoint(
     settings = states[1]["cfg"]["model"]
     settings = settings if isinstance(settings, dict) else vars(settings)
     assert settings["dropout"] == 0.1  # the arch's
+    assert name != "pairs" or settings["max_target_positions"] == 50
     # The run that resumes takes them from its own checkpoint.
     words[words.index("--max-update") + 1] = "3"
     assert run("train", *words).exit_code == 0

@@ -287,7 +287,7 @@ def test_the_class_is_there_before_torch_is() -> None:
         ("eins", {"beam": "four"}, "^beam cannot be four"),
         ("eins", {"sampling": True}, "^sampling requires nbest to be equal to beam"),
         ("eins", {"print_alignment": "soft"}, "print_alignment"),
-        ("eins", {"min_len": 500}, "^min_len"),
+        ("eins", {"min_len": 500}, r"^The shortest result \(min_len"),
         ("eins", {"fp16": True}, r"fp16 is an option of Translator.from_pretrained\(\)"),
         (
             "eins",
@@ -336,6 +336,7 @@ def test_a_language_model(toy: Toy, tmp_path: Path) -> None:
         (lambda place: {"checkpoint": place / "gone.pt"}, "gone.pt cannot be read .No such file"),
         (lambda place: {"checkpoint": place / "empty"}, "no checkpoint_best.pt or checkpoint_last"),
         (lambda place: {"checkpoint": place / "text"}, "text is a text file, not a checkpoint"),
+        (lambda place: {"checkpoint": place / "hf"}, "hf is a folder of transformers: convert it"),
         (lambda place: {"checkpoint": []}, "There is no checkpoint to load"),
         (lambda place: {"data": place / "gone"}, ".*gone does not exist"),
         (lambda place: {"data": place / "empty"}, "empty .*dict.src.txt"),
@@ -363,6 +364,8 @@ def test_what_cannot_be_loaded(
     (tmp_path / "text").write_text("text\n")
     (tmp_path / "other").mkdir()
     (tmp_path / "running").mkdir()
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "running" / "dict.txt").write_text("a 1\n")
     for side in ("src", "tgt"):
         (tmp_path / "other" / f"dict.{side}.txt").write_text("a 1\nb 1\n")

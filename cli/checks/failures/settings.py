@@ -115,9 +115,9 @@ RULES: tuple[Rule, ...] = (
     # An error of our search and of fairseq's.
     Known(
         "min_len cannot be larger than max_len",
-        "--min-len (or min_len in --eval-bleu-args) is larger than the maximum length of a "
-        "translation: lower it, or raise --max-len-a or --max-len-b, at most to the model's number "
-        "of positions.",
+        "The shortest result (--min-len, by default 1, or min_len in --eval-bleu-args) is longer "
+        "than the longest: lower it, or raise --max-len-a or --max-len-b, at most to the model's "
+        "number of positions.",
     ),
     # --task language_modeling with a model that is no language model.
     Known(r"'\w+' object has no attribute 'supported_targets'", _no_language_model),
