@@ -203,7 +203,7 @@ def test_refusals_and_restore() -> None:
         with pytest.raises(UserError, match=what):
             lightseq.accelerate(build("Bart", **config))
     alone = transformers.BartForCausalLM(build("Bart").config)
-    with pytest.raises(UserError, match="^BartForCausalLM, a decoder without an encoder, is not"):
+    with pytest.raises(UserError, match=r"^BartForCausalLM, a decoder without an encoder, is not"):
         lightseq.accelerate(alone)
     plain = build("MBart")
     ours = lightseq.restore(lightseq.accelerate(copy.deepcopy(plain)))
