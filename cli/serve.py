@@ -162,6 +162,12 @@ def _planned(
             raise UserError("A model has no name before its =: use NAME=MODEL.")
         if names.count(name) > 1:
             raise UserError(f"Two models have the name {name}: use NAME=MODEL, with other names.")
+    for _, path in named:
+        if not os.path.exists(path):
+            raise UserError(
+                f"{path} does not exist: use a checkpoint, or the folder of a run, of "
+                "lightseq-import or of transformers."
+            )
     beam = str(flags.get("beam", ""))
     if beam.isdigit() and int(beam) > max_beam:
         raise UserError(f"--beam {beam} is larger than --max-beam {max_beam}: raise that, too.")

@@ -616,7 +616,7 @@ def test_commands_that_cannot_serve(tmp_path: Path) -> None:
             ((path, "--beam", "17"), "--beam 17 is larger than --max-beam 16: raise that, too."),
             ((path, "--fp16"), "--fp16 needs a GPU, but there is none"),
             ((path, "--colour", "4"), "colour"),
-            (("nothing.pt",), "nothing.pt"),
+            (("nothing.pt",), "nothing.pt does not exist: use a checkpoint, or the folder of"),
             ((path, "--bpe", "subword_nmt"), "--bpe-codes is missing: set it"),
             ((path, "--data", "nowhere"), "nowhere"),
         ):
