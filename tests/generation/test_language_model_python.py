@@ -163,7 +163,7 @@ def test_it_is_at_the_door() -> None:
         ("one", {"print_alignment": True}, "because it has no source to align with: remove it."),
         ("one", {"replace_unk": True}, "because it has no source to copy words from: remove"),
         ("one", {"early_stopping": True}, "early_stopping needs .* of one translation model"),
-        ("one", {"min_len": 300}, "^min_len .* is larger than the maximum length"),
+        ("one", {"min_len": 300}, r"^The shortest result \(min_len, by default 1"),
     ],
 )
 def test_bad_input(model: LanguageModel, prompts: Any, options: Any, said: str) -> None:
