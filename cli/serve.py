@@ -162,7 +162,7 @@ def _planned(
             raise UserError("A model has no name before its =: use NAME=MODEL.")
         if names.count(name) > 1:
             raise UserError(f"Two models have the name {name}: use NAME=MODEL, with other names.")
-    for _, path in named:
+    for path in dict(named).values():
         if not os.path.exists(path):
             raise UserError(
                 f"{path} does not exist: use a checkpoint, or the folder of a run, of "
