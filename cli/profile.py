@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -76,9 +77,13 @@ def main(
     compute and move, and the time that this would take at the rates that this machine sustains,
     which are measured in the same run.
     """
+    is_new = output is not None and not output.exists()
     try:
         _profile(words, updates, ops, others, output)
     except UserError as error:
+        if output is not None and is_new:
+            with contextlib.suppress(OSError):  # it has a trace already, or was not made
+                output.rmdir()
         raise CommandError(_PROGRAM, str(error)) from error
 
 

@@ -84,6 +84,12 @@ def test_bad_input(words: str, sentence: str) -> None:
     assert result.stderr.splitlines()[-1].startswith(f"lightseq-profile: error: {sentence}")
 
 
+def test_a_failure_leaves_no_folder(tmp_path: Path) -> None:
+    output = tmp_path / "profile"
+    result = run("profile", tmp_path / "nowhere", *TINY, "--output", output)
+    assert result.exit_code == 2 and not output.exists()
+
+
 def test_work_of_ops() -> None:
     """Products by hand: two layers, and causal attention of sentences of 3 and 2 tokens."""
     rows, width, heads = 5, 16, 2
