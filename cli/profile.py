@@ -17,8 +17,10 @@ import click
 
 from lightseq_fairseq.base import result_rows
 from lightseq_fairseq.base.errors import UserError
+from lightseq_fairseq.cli.start import ranks
 from lightseq_fairseq.cli.start.commands import CommandError, version
 from lightseq_fairseq.cli.start.launch import PassThrough
+from lightseq_fairseq.cli.words.argv import value
 
 _PROGRAM = "lightseq-profile"
 _MARKS = 11  # one before each step: ten steps are profiled
@@ -105,6 +107,10 @@ def _profile(
         except OSError as error:
             raise UserError(f"{output} cannot be made ({error.strerror}).") from error
     gpu = torch.cuda.is_available() and "--cpu" not in words
+    if ranks.from_torchrun():
+        raise UserError(
+            "lightseq-profile starts the processes of all GPUs itself: run it without torchrun."
+        )
     before = updates or _UPDATES[gpu]
     found: dict[str, Any] = {}
     with TemporaryDirectory(prefix="lightseq-profile-") as place:
@@ -115,12 +121,13 @@ def _profile(
         if "calls" not in recorded:
             recorded = _run(words, _SYSTEMS["eager"], 2, gpu, Path(place), None, "ops")
     dtype = getattr(torch, recorded["dtype"])
-    measured = rates.measure(torch.device("cuda" if gpu else "cpu"), dtype)
-    click.echo(
-        f"sustained here: {measured.flop / 1e12:.2f} TFLOP/s in {recorded['dtype']}, "
-        f"{measured.bytes / 1e9:.1f} GB/s"
-    )
     calls, lines = recorded["calls"], {}
+    fp8 = any(call["fp8"] for call in calls)
+    measured = rates.measure(torch.device("cuda" if gpu else "cpu"), dtype, fp8)
+    products = f"{measured.flop / 1e12:.2f} TFLOP/s in {recorded['dtype']}"
+    if measured.fp8 is not None:
+        products += f", {measured.fp8 / 1e12:.2f} in fp8"
+    click.echo(f"sustained here: {products}, {measured.bytes / 1e9:.1f} GB/s")
     for system, each in found.items():
         share = recorded["recorded_tokens"] / each["profiled_tokens"]
         lines[system] = report.classes(each, calls, measured, share)
@@ -129,6 +136,8 @@ def _profile(
             f"a step: {each['ms_per_step']:.3f} ms, under the profiler "
             f"{each['timeline']['ms_per_step']:.3f} ms; {each['profiled_tokens']:.0f} target tokens"
         )
+        if (hidden := each["overlap"]["hidden"]) is not None:
+            click.echo(f"communication: {hidden:.0%} of its time, other kernels run beside it")
     if ops:
         of_modules = report.ops(calls, measured)
         total = sum(line.ms for line in of_modules)
@@ -145,6 +154,14 @@ def _profile(
         click.echo(f"wrote {output}")
 
 
+def _ranks(words: Sequence[str], gpu: bool) -> int:
+    """Processes that lightseq-train would start: one for each GPU."""
+    import torch
+
+    given = value(words, ("--distributed-world-size",))
+    return int(given) if given else torch.cuda.device_count() if gpu else 1
+
+
 def _run(
     words: Sequence[str], system: System, updates: int, gpu: bool, place: Path,
     output: Path | None, name: str,
@@ -158,8 +175,19 @@ def _run(
 
     path, log, heat = place / f"{name}.json", place / f"{name}.log", _HEAT[gpu]
     last = updates + 1 + heat + _MARKS
-    program = [sys.executable, "-m", "lightseq_fairseq.cli.profiling.measured_trainer"]
-    program += ["--report", str(path), "--updates", str(updates), "--heat", str(heat)]
+    program = [sys.executable]
+    if (count := _ranks(words, gpu)) > 1:
+        program += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    program += [
+        "-m",
+        "lightseq_fairseq.cli.profiling.measured_trainer",
+        "--report",
+        str(path),
+        "--updates",
+        str(updates),
+        "--heat",
+        str(heat),
+    ]
     program += ["--marks", str(_MARKS)]
     if not gpu or system.environment.get("LIGHTSEQ_CAPTURE") == "0":
         program.append("--record")  # a captured step runs no op

@@ -185,20 +185,15 @@ def _machine(argv: list[str]) -> defaults.Machine:
 
     gpus = 0 if is_given(argv, ("--cpu",)) else torch.cuda.device_count()
     return defaults.Machine(
-        ranks=int(os.environ["WORLD_SIZE"]) if _torchrun() else max(gpus, 1),
+        ranks=int(os.environ["WORLD_SIZE"]) if ranks.from_torchrun() else max(gpus, 1),
         gpus=gpus,
         bf16=gpus > 0 and ranks.first_capability() >= (8, 0),
     )
 
 
-def _torchrun() -> bool:
-    """Whether the environment gives this process its rank (the same test as in fairseq)."""
-    return {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= os.environ.keys()
-
-
 def _is_first_rank(argv: list[str]) -> bool:
     """Whether this process is rank 0, or starts the ranks."""
-    if _torchrun():
+    if ranks.from_torchrun():
         return os.environ["RANK"] == "0"
     if is_given(argv, ("--distributed-port",)):  # then fairseq takes the rank from Slurm
         return os.environ.get("SLURM_PROCID", "0") == "0"

@@ -8,8 +8,8 @@ of update 100; ``peak_gib`` up to update N (see `MemoryMeter`); ``ms_per_step`` 
 updates before update N; the `timeline` and `overlap` of a few steps after it; and
 ``profiled_tokens``, the real target tokens per step of these steps. With --record also ``calls``,
 the ops of update N (see `work`), and ``recorded_tokens``. The speed is in the training log. Before
-update N this code does nothing except two synchronisations. With several ranks, FILE is the report
-of rank 0; its tokens are those of rank 0 times the number of ranks.
+update N this code does nothing except two synchronisations. With several ranks, the report
+and the trace are of rank 0; its tokens are those of rank 0 times the number of ranks.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def main() -> None:
             sys.modules[name] = None  # type: ignore[assignment]
     report, rank = arguments.report, os.environ.get("RANK", "0")
     if rank != "0":
-        report = report.with_suffix(f".rank{rank}.json")
+        report, arguments.trace = report.with_suffix(f".rank{rank}.json"), None
     meter = StepMeter(
         report, arguments.updates, arguments.heat, arguments.marks, arguments.record,
         arguments.trace,

@@ -14,22 +14,29 @@ _BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 
 
 class Rates(NamedTuple):
-    """flop: of products, a second. bytes: read and written by a copy, a second."""
+    """flop: of products, a second; fp8: of products of E4M3, None if they are not measured.
+    bytes: read and written by a copy, a second."""
 
     flop: float
     bytes: float
+    fp8: float | None = None
 
 
-def measure(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The sustained rates for products of ``dtype``."""
+def measure(device: torch.device, dtype: torch.dtype, fp8: bool = False) -> Rates:
+    """The sustained rates for products of ``dtype``, and of E4M3 if ``fp8``."""
     size, kind = _SIZE[device.type], device.type
     a, b, c = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
     source = torch.empty(_BYTES[kind] // 2, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
-    product = _seconds(lambda: torch.mm(a, b, out=c), device)
-    return Rates(
-        2 * size**3 / product, 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
-    )
+    flop, product = 2 * size**3, _seconds(lambda: torch.mm(a, b, out=c), device)
+    copy, fast = _seconds(lambda: target.copy_(source), device), None
+    if fp8:
+        one = torch.ones((), device=device)
+        a, b = (x.to(torch.float8_e4m3fn) for x in (a, b))
+        fast = flop / _seconds(
+            lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16), device
+        )
+    return Rates(flop / product, 2 * source.nbytes / copy, fast)
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:

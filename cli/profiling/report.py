@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from lightseq_fairseq.base import result_rows
 from lightseq_fairseq.cli.profiling.rates import Rates
-from lightseq_fairseq.cli.profiling.timeline import GAPS
 
 Report = Mapping[str, Any]
 
@@ -41,27 +40,29 @@ def classes(
 
     calls: the ops of a step. share: its tokens to those of the profiled steps.
     """
-    flop, size = defaultdict[str, float](float), defaultdict[str, float](float)
+    # of each class: flop, bytes, floor
+    needed = defaultdict[str, tuple[float, float, float]](lambda: (0.0, 0.0, 0.0))
     for call in calls:
         scale = 1.0 if call["kind"] == "optimizer" else 1 / share
-        flop[call["kind"]] += scale * call["flop"]
-        size[call["kind"]] += scale * call["bytes"]
+        flop, size, before = needed[call["kind"]]
+        needed[call["kind"]] = (
+            flop + scale * call["flop"], size + scale * call["bytes"],
+            before + scale * floor(call, rates),
+        )  # fmt: skip
     profile = report["timeline"]
     factor = report["ms_per_step"] / profile["ms_per_step"]
     found = [
-        Line(
-            kind, kind, profile["launches"].get(kind, 0.0), factor * ms, flop[kind], size[kind],
-            0.0 if kind == GAPS else floor(flop[kind], size[kind], rates),
-        )
+        Line(kind, kind, profile["launches"].get(kind, 0.0), factor * ms, *needed[kind])
         for kind, ms in profile["class_ms"].items()
         if ms > 0
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda line: -line.ms)
 
 
-def floor(flop: float, size: float, rates: Rates) -> float:
-    """Milliseconds at least."""
-    return 1e3 * max(flop / rates.flop, size / rates.bytes)
+def floor(call: Mapping[str, Any], rates: Rates) -> float:
+    """Milliseconds that an op takes at least."""
+    flop = rates.fp8 if call["fp8"] and rates.fp8 else rates.flop
+    return 1e3 * max(call["flop"] / flop, call["bytes"] / rates.bytes)
 
 
 def ops(calls: Sequence[Mapping[str, Any]], rates: Rates) -> list[Line]:
@@ -73,7 +74,7 @@ def ops(calls: Sequence[Mapping[str, Any]], rates: Rates) -> list[Line]:
         found[name] = Line(
             name, line.kind, line.launches + 1, line.ms + 1e3 * call["seconds"],
             line.flop + call["flop"], line.bytes + call["bytes"],
-            line.floor_ms + floor(call["flop"], call["bytes"], rates),
+            line.floor_ms + floor(call, rates),
         )  # fmt: skip
     return [*found.values()]
 
@@ -81,7 +82,7 @@ def ops(calls: Sequence[Mapping[str, Any]], rates: Rates) -> list[Line]:
 def table(lines: Sequence[Line], rates: Rates, title: str, step_ms: float) -> list[str]:
     """Lines to print, with these columns:
 
-    % of rate: of products or of copies, whichever is nearer to its limit. MUE: the bytes that it
+    % of rate: of products or of copies, for each op the one that limits it. MUE: the bytes that it
     must move, of those that the machine could have moved in its time (memory usage efficiency of
     Ivanov et al. 2021, "Data movement is all you need").
     """
@@ -93,7 +94,7 @@ def table(lines: Sequence[Line], rates: Rates, title: str, step_ms: float) -> li
     for line in lines:
         seconds = line.ms / 1e3
         per_flop, per_byte = (x / seconds if seconds else 0.0 for x in (line.flop, line.bytes))
-        reached = max(per_flop / rates.flop, per_byte / rates.bytes)
+        reached = line.floor_ms / line.ms if line.ms else 0.0
         rows.append(
             [
                 line.name, f"{line.launches:.0f}", f"{line.ms:.3f}", f"{line.ms / step_ms:.1%}",

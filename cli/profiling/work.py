@@ -36,6 +36,7 @@ class Call(NamedTuple):
             before; else "".
         flop: multiplications and additions of its products.
         bytes: of all tensors that it reads or writes, each once.
+        fp8: whether its products are of E4M3, which have a rate of their own.
         seconds: its time on a CPU; on a GPU that of the launch.
     """
 
@@ -44,6 +45,7 @@ class Call(NamedTuple):
     place: str
     flop: float
     bytes: float
+    fp8: bool
     seconds: float
 
 
@@ -101,9 +103,9 @@ class Recorder(TorchDispatchMode):
             kind = class_of(name)
             flop = _flop(func, name, args, kwargs, given, result)
             size = sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
-            self.calls.append(
-                Call(name, kind, self._place(kind, name, tensors), flop, size, seconds)
-            )
+            fp8 = any(given.get(f"{x}_scale") is not None for x in ("x", "dy"))
+            place = self._place(kind, name, tensors)
+            self.calls.append(Call(name, kind, place, flop, size, fp8, seconds))
         finally:
             self._is_inside = False
         return result

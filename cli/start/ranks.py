@@ -49,6 +49,11 @@ class Ranks:
             signals.tell_user(number)
 
 
+def from_torchrun() -> bool:
+    """Whether the environment gives this process its rank (the same test as in fairseq)."""
+    return {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= os.environ.keys()
+
+
 @contextmanager
 def sent_to_ranks() -> Iterator[Ranks]:
     """Within the block, a training run, signals are forwarded to the ranks.

@@ -84,6 +84,24 @@ def test_bad_input(words: str, sentence: str) -> None:
     assert result.stderr.splitlines()[-1].startswith(f"lightseq-profile: error: {sentence}")
 
 
+def test_several_ranks(data: Path) -> None:
+    """One table, of the first rank's step; the tokens are those of both."""
+    words = ["--distributed-world-size", "2", "--distributed-backend", "gloo"]
+    printed = succeed(
+        "profile", data, *TINY, *words, "--ddp-backend", "legacy_ddp", "--updates", "2"
+    )
+    assert re.search(r"^communication +[1-9]", printed, re.MULTILINE)
+    assert len(re.findall("^a step: ", printed, re.MULTILINE)) == 1
+    assert re.search(r"^communication: \d+% of its time, other kernels", printed, re.MULTILINE)
+
+
+def test_torchrun_starts_no_profile(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "1")
+    result = run("profile", data, *TINY)
+    assert "run it without torchrun" in result.stderr.splitlines()[-1]
+
+
 def test_a_failure_leaves_no_folder(tmp_path: Path) -> None:
     output = tmp_path / "profile"
     result = run("profile", tmp_path / "nowhere", *TINY, "--output", output)
@@ -116,11 +134,11 @@ def test_work_of_ops() -> None:
 
 
 def test_floors() -> None:
-    rates = Rates(flop=1e12, bytes=1e9)
-    assert report.floor(2e9, 1e6, rates) == 2.0 and report.floor(1e9, 5e6, rates) == 5.0
+    rates = Rates(flop=1e12, bytes=1e9, fp8=2e12)
     calls = [
-        {"kind": "contraction", "flop": 1e9, "bytes": 0.0, "seconds": 0.0, "name": "a::b"},
-        {"kind": "optimizer", "flop": 0.0, "bytes": 3e6, "seconds": 0.0, "name": "a::c"},
+        {"kind": "contraction", "flop": 4e8, "bytes": 6e5, "fp8": False},  # 0.6 ms of copies
+        {"kind": "contraction", "flop": 8e8, "bytes": 0.0, "fp8": True},  # 0.4 ms
+        {"kind": "optimizer", "flop": 0.0, "bytes": 3e6, "fp8": False},
     ]
     profile = {
         "ms_per_step": 10.0, "launches": {"contraction": 4, "optimizer": 1},
