@@ -7,6 +7,7 @@ whole number of steps.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -70,6 +71,7 @@ class Overlap(NamedTuple):
     lanes_ms: dict[str, list[Span]]
 
 
+@functools.cache  # a profile has many events of few names
 def class_of(name: str) -> str:
     """The class of a kernel or an op, from its name."""
     return next(kind for kind, found in CLASSES.items() if re.search(found, name, re.IGNORECASE))

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -33,6 +34,7 @@ MODULES = (
     "fairseq.quantization_utils",
     "sacrebleu",
 )
+LOAD = "load"  # in the place of a command's name
 SCRIPT = """#!{python} -IS
 import json, os, socket, sys
 name, *words = sys.argv
@@ -52,12 +54,16 @@ sys.exit(status)
 """
 
 
-@functools.cache
 def path(before: str = "") -> str:
     """The value of PATH with the forked commands, then the environment's, then the caller's.
 
     Code ``before`` runs before the imports.
     """
+    return _path(before)
+
+
+@functools.cache  # by the value: one server, whether or not a caller names it
+def _path(before: str) -> str:
     folder = tempfile.TemporaryDirectory(prefix="commands-")
     address = f"{folder.name}/server"
     scripts = Path(folder.name, "bin")
@@ -82,6 +88,16 @@ def python(before: str = "") -> Path:
     return Path(path(before).partition(os.pathsep)[0], "python")
 
 
+@functools.cache
+def load(*modules: str) -> None:
+    """From now on the processes on that path have imported these modules, too."""
+    address = str(python().parents[1] / "server")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(address)
+        server.sendall(json.dumps([[LOAD, *modules], "", {}]).encode() + b"\n")
+        assert server.recv(9) == b"0"
+
+
 def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | None:
     """Forks for each command; returns the command in the forked process, and None in the server at
     the end of its input."""
@@ -92,10 +108,9 @@ def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | 
         os.fsync = lambda number: None  # as in conftest.py
         exec(before, {})
         # And so torch and fairseq.
-        for module in MODULES:
-            importlib.import_module(module)
+        import_all(MODULES)
         compose()
-        gc.freeze()  # the forked processes need not go through what they share
+        gc.freeze()
         waiting.register(sys.stdin, selectors.EVENT_READ)
         waiting.register(listener, selectors.EVENT_READ)
         while True:
@@ -107,6 +122,12 @@ def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | 
                 request, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
                 while not request.endswith(b"\n"):
                     request += connection.recv(1 << 16)
+                (name, *modules), _, _ = json.loads(request)
+                if name == LOAD:
+                    import_all(modules)
+                    connection.sendall(b"0")
+                    connection.close()
+                    continue
                 child = os.fork()
                 if child == 0:
                     connection.close()
@@ -133,6 +154,12 @@ def serve(address: str, before: str) -> tuple[list[str], str, dict[str, str]] | 
             connection.close()
 
 
+def import_all(modules: Iterable[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # the forked processes need not go through what they share
+
+
 def compose() -> None:
     """Composes the usual configurations, which the forked processes then copy."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -146,6 +173,7 @@ def compose() -> None:
     for parser, words in (
         (train, f"{recipe} ls_label_smoothed_cross_entropy"),
         (train, f"{recipe} ls_cross_entropy --task language_modeling"),
+        (train, f"{recipe.replace('ls_', '')} label_smoothed_cross_entropy"),
         (generate, "--path x"),
         (generate, "--path x --task language_modeling"),
     ):
@@ -162,6 +190,9 @@ def run(words: list[str], folder: str, environment: dict[str, str]) -> None:
     os.environ["PYTHON_EXEC"] = str(Path(sys.argv[1]).with_name("bin") / "python")  # of torchrun
     if Path(words[0]).name in ("python", "python3"):
         _, kind, program, *sys.argv[1:] = words
+        for name in ("scripts", "examples"):  # `helpers` has found those of the root
+            if Path(folder, name).is_dir():
+                sys.modules.pop(name, None)
         sys.path[:1] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         if kind == "-m":
             runpy.run_module(program, run_name="__main__", alter_sys=True)
