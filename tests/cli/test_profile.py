@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import helpers.cli_runs as cli_runs
+import helpers.forked_commands as forked_commands
 import pytest
 import torch
 from helpers.cli_runs import run, succeed
 from torch import nn
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.cli.profiling import report, work
+from lightseq_fairseq.cli.profiling import rates, report, work
 from lightseq_fairseq.cli.profiling.rates import Rates
 
 TINY = ["--arch", "ls_transformer_tiny", "--max-tokens", "200", "--cpu", "--num-workers", "0"]
@@ -24,6 +25,13 @@ TINY = ["--arch", "ls_transformer_tiny", "--max-tokens", "200", "--cpu", "--num-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cli_runs.binarise(tmp_path_factory.mktemp("profile"))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainings are forked, and the rates of the machine are measured for a moment."""
+    monkeypatch.setattr(sys, "executable", str(forked_commands.python()))
+    monkeypatch.setitem(rates._SECONDS, "cpu", 0.05)
 
 
 def test_the_table_and_the_files(data: Path, tmp_path: Path) -> None:
@@ -134,7 +142,7 @@ def test_work_of_ops() -> None:
 
 
 def test_floors() -> None:
-    rates = Rates(flop=1e12, bytes=1e9, fp8=2e12)
+    fast = Rates(flop=1e12, bytes=1e9, fp8=2e12)
     calls = [
         {"kind": "contraction", "flop": 4e8, "bytes": 6e5, "fp8": False},  # 0.6 ms of copies
         {"kind": "contraction", "flop": 8e8, "bytes": 0.0, "fp8": True},  # 0.4 ms
@@ -145,7 +153,7 @@ def test_floors() -> None:
         "class_ms": {"contraction": 6.0, "optimizer": 3.5, "copies": 0.0, "gaps": 0.5},
     }  # fmt: skip
     # The recorded step had half of the tokens; the measured steps take 20 ms.
-    lines = report.classes({"timeline": profile, "ms_per_step": 20.0}, calls, rates, 0.5)
+    lines = report.classes({"timeline": profile, "ms_per_step": 20.0}, calls, fast, 0.5)
     assert [(line.name, line.ms, line.floor_ms) for line in lines] == [
         ("contraction", 12.0, 2.0), ("optimizer", 7.0, 3.0), ("gaps", 1.0, 0.0),
     ]  # fmt: skip
