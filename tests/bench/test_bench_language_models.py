@@ -17,6 +17,7 @@ from lightseq_fairseq.cli.benchmark.generate import cases as generation
 from lightseq_fairseq.cli.benchmark.train import compiled, corpus, rows
 from lightseq_fairseq.cli.benchmark.train.batches import Blocks
 from lightseq_fairseq.cli.benchmark.train.cases import (
+    LOG_INTERVAL,
     Case,
     warm_up,
     why_not,
@@ -235,7 +236,7 @@ def test_everything_once(text: corpus.Corpus, tmp_path: Path) -> None:
     done, found = bench_once(
         tmp_path, "lm_tiny/64x4/bf16", systems,
         "--text", text.folder, "--tokens", text.target_tokens, "--vocabulary", text.vocabulary,
-        warm_up=50,
+        interval=LOG_INTERVAL, warm_up=LOG_INTERVAL,
     )  # fmt: skip
     assert set(found) == set(systems)
     for system, row in found.items():

@@ -271,7 +271,6 @@ def test_verses_once(corpora: Path, tmp_path: Path) -> None:
     systems = ("ours", "fairseq_no_cudnn")
     _, found = bench_once(
         tmp_path, VERSES, systems, "--seq2seq", corpora, "--pairs", PAIRS, "--vocabulary", WORDS,
-        interval=10,
     )  # fmt: skip
     assert set(found) == set(systems)
     for row in found.values():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.bench_runs import bench_once, bench_train
+from helpers.bench_runs import bench_forked, bench_once, bench_train
 from helpers.golden import matches, refusals
 
 from lightseq_fairseq import fairseq_compat
@@ -352,12 +352,12 @@ def test_a_failed_run_is_told(small: corpus.Corpus, tmp_path: Path) -> None:
     damaged = tmp_path / "corpus"
     shutil.copytree(small.folder, damaged)
     (damaged / "train.en-de.en.bin").unlink()
-    done = bench_train(
-        "--case", "tiny/256/bf16", "--systems", "fairseq", "--corpus", damaged, "--pairs",
+    done = bench_forked(
+        "train", "--case", "tiny/256/bf16", "--systems", "fairseq", "--corpus", damaged, "--pairs",
         small.pairs, "--vocabulary", small.vocabulary, "--logs", tmp_path, "--output",
-        tmp_path / "rows.json", "--workers", 0, "--rounds", 2,
+        tmp_path / "rows.json", "--workers", 0, "--rounds", 2, status=2,
     )  # fmt: skip
-    assert done.exit_code == 2 and done.stderr.count("round 2 of 2") == 0
+    assert done.stderr.count("round 2 of 2") == 0
     assert "These runs failed: tiny/256/bf16 fairseq. Their logs say why." in done.stderr
     assert "the run ended with status 2; the last lines of " in done.stderr
     assert not (tmp_path / "rows.json").exists()
@@ -392,7 +392,7 @@ def test_everything_once(small: corpus.Corpus, tmp_path: Path) -> None:
 
 def test_fp8_once(small: corpus.Corpus, tmp_path: Path) -> None:
     systems = ("ours", "fairseq_no_cudnn")
-    done, found = bench_once(tmp_path, "tiny/256/fp8", systems, *words_of(small), interval=10)
+    done, found = bench_once(tmp_path, "tiny/256/fp8", systems, *words_of(small))
     assert "tiny/256/fp8 without fairseq_no_cudnn: only lightseq-train has --fp8." in done.stderr
     assert set(found) == {"ours"}
     assert found["ours"]["case"] == "tiny/256/fp8" and found["ours"]["tokens_per_s"] > 0
@@ -402,7 +402,7 @@ def test_fp8_once(small: corpus.Corpus, tmp_path: Path) -> None:
 def test_two_ranks(small: corpus.Corpus, tmp_path: Path) -> None:
     systems = ("ours", "fairseq_no_cudnn")
     done, found = bench_once(
-        tmp_path, "tiny/256/bf16/x2", (*systems, "torch_compile"), *words_of(small), interval=10
+        tmp_path, "tiny/256/bf16/x2", (*systems, "torch_compile"), *words_of(small)
     )
     assert "x2 without torch_compile: this baseline trains on one GPU only." in done.stderr
     assert set(found) == set(systems)

@@ -30,6 +30,7 @@ def command(
     words += ["--heat", str(heat), "--marks", str(how.marks)]
     if how.compiled:
         words += ["--case", str(case), "--system", system]
+        words += ["--log-interval", str(LOG_INTERVAL)]
         return [*words, "--data", str(data), "--workers", str(workers)]
     if not how.apex:
         words.append("--without-apex")

@@ -1,7 +1,7 @@
 """The baseline without fairseq: plain PyTorch without pads under torch.compile, in its own loop.
 
     python -m lightseq_fairseq.cli.benchmark.train.compiled --case CASE --system SYSTEM --data DIR
-        --report FILE --updates N --heat N --marks N [--workers N]
+        --report FILE --updates N --heat N --marks N [--workers N] [--log-interval N]
 
 This is what an experienced PyTorch user could set up: inductor for everything between the GEMMs and
 attention, forward and backward in one CUDA graph per batch size, torch's fused AdamW on float32
@@ -225,9 +225,9 @@ def _text(data: Path, case: Case) -> tuple[Any, dict[str, Any]]:
 
 
 def train(
-    case: Case, system: str, data: Path, updates: int, workers: int, meter: StepMeter
+    case: Case, system: str, data: Path, updates: int, workers: int, interval: int, meter: StepMeter
 ) -> None:
-    """Runs ``updates`` updates, then the profiled ones; logs every `LOG_INTERVAL` updates."""
+    """Runs ``updates`` updates, then the profiled ones; logs every ``interval`` updates."""
     fairseq_compat.prepare()
     torch.manual_seed(1)
     torch._dynamo.config.recompile_limit = 2 * SIZES
@@ -247,7 +247,7 @@ def train(
     else:
         feed = batches(data, case, workers)
     with _attention(case, system) if gpu else nullcontext():
-        _train(gradients, update, feed, updates, meter)
+        _train(gradients, update, feed, updates, interval, meter)
 
 
 def _model(case: Case, system: str, vocabulary: int) -> nn.Module:
@@ -282,8 +282,9 @@ def mask_of(case: Case, system: str) -> Tensor | None:
 
 
 def _train(
-    gradients: Gradients, update: Update, feed: Iterator[Batch], updates: int, meter: StepMeter
-) -> None:
+    gradients: Gradients, update: Update, feed: Iterator[Batch], updates: int, interval: int,
+    meter: StepMeter,
+) -> None:  # fmt: skip
     meter.begin()
     began, interval_tokens = time.perf_counter(), 0
     for number in range(1, updates + meter.heat + meter.marks + 1):
@@ -296,18 +297,18 @@ def _train(
         loss, *grads = gradients(batch)
         update(number, grads)
         interval_tokens += tokens
-        if number % LOG_INTERVAL == 0:
+        if number % interval == 0:
             nats, now = loss.item() / int(batch.target.ne(PAD).sum()), time.perf_counter()
-            _log(number, nats, interval_tokens, now - began)
+            _log(number, nats, interval_tokens, interval, now - began)
             began, interval_tokens = now, 0
 
 
-def _log(number: int, nats: float, tokens: int, seconds: float) -> None:
+def _log(number: int, nats: float, tokens: int, updates: int, seconds: float) -> None:
     """Prints fairseq's log line of an interval, with the entries that the benchmark reads."""
     line = {
         "loss": f"{nats / math.log(2):.3f}",
         "wps": f"{tokens / seconds:.1f}",
-        "wpb": f"{tokens / LOG_INTERVAL:.1f}",
+        "wpb": f"{tokens / updates:.1f}",
         "num_updates": str(number),
     }
     print(f"{time.strftime('%F %T')} | INFO | train_inner | {json.dumps(line)}", flush=True)
@@ -320,10 +321,14 @@ def main() -> None:
     parser.add_argument("--system", choices=systems, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--log-interval", type=int, default=LOG_INTERVAL)
     given = parser.parse_args()
     meter = StepMeter(given.report, given.updates, given.heat, given.marks)
     with no_loading_left():
-        train(given.case, given.system, given.data, given.updates, given.workers, meter)
+        train(
+            given.case, given.system, given.data, given.updates, given.workers,
+            given.log_interval, meter,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
