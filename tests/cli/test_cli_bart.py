@@ -106,9 +106,10 @@ def test_lines_get_the_tokens_of_binarised_sentences(
     shutil.copy(data.parent / "raw" / "valid.src-tgt.src", text)
     words = [data, *flags_of(run[0]), "-s", "src", "-t", "tgt", "--path", run[1], "--cpu"]
     words += ["--max-len-b", "20"]
+    together = ["--buffer-size", "48", "--batch-size", "48"]  # else each line is a search
     binarised, typed = (
         sorted(line for line, _ in hypotheses(cli_runs.succeed(command, *words, *more)))
-        for command, more in (("generate", []), ("interactive", ["--input", text]))
+        for command, more in (("generate", []), ("interactive", ["--input", text, *together]))
     )
     assert binarised == typed and len(typed) == 48
 
