@@ -27,7 +27,7 @@ PAIRS = f"--arch ls_transformer {SIZE} --decoder-layers 1 "
 TEXT = "--arch ls_transformer_lm --task language_modeling --decoder-layers 1 --decoder-embed-dim "
 TEXT += "16 --decoder-ffn-embed-dim 16 --decoder-attention-heads 2 "
 LANGUAGES = f"{PAIRS} --task translation_multi_simple_epoch --lang-pairs aa-bb,bb-aa,aa-cc "
-SHORT = "--no-epoch-checkpoints --disable-validation --cpu"
+SHORT = "--no-epoch-checkpoints --disable-validation --dropout 0 --attention-dropout 0 --cpu"
 
 
 def write(folder: Path, pairs: int) -> Path:
