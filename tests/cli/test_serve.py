@@ -510,12 +510,13 @@ def test_models_are_loaded_again(tmp_path: Path) -> None:
         server.signal(signal.SIGHUP)
         server.wait_for("(The models of before stay.)")
         assert server.post("/translate", q=LINE)["translatedText"] == words[1]
-        server.signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
-        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        _dies(server, "loader")
+        *logged, _ = server.log.read_text().splitlines()  # the last line is that of the command
+        lines = [json.loads(line) for line in logged]
         assert {line["level"] for line in lines} == {"info", "error"}
         asked_lines = [line for line in lines if line.get("path") == "/translate"]
-        assert len(asked_lines) == len(found) + 3
+        assert len(asked_lines) == len(found) + 4
+        assert asked_lines.pop()["status"] == 503
         read = len(LINE.split()) + 1
         for line in asked_lines:
             assert (line["status"], line["texts"], line["read"]) == (200, 1, read)
@@ -542,7 +543,22 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("which", ["models", "texts", "loader"])
+def _dies(server: Server, which: str) -> None:
+    """A process dies while a client waits, and so the server ends."""
+    processes = server.processes()
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(server.client.post, "/translate", json=LONG)
+        time.sleep(1)
+        os.kill(processes[which][-1], signal.SIGKILL)
+        said = answer.result()
+        assert said.status_code == 503
+        assert said.json() == {"error": "The server is ending."}
+    assert server.process.wait(30) == 1
+    assert "A process of the server has ended" in server.log.read_text()
+    _are_gone(processes)
+
+
+@pytest.mark.parametrize("which", ["models", "texts"])
 def test_a_process_that_dies_ends_the_server(tmp_path: Path, which: str) -> None:
     """So whoever runs it starts it again. This server has a key."""
     path = str(digits.toy().paths[-1])
@@ -556,17 +572,8 @@ def test_a_process_that_dies_ends_the_server(tmp_path: Path, which: str) -> None
         assert server.client.post("/translate", data=form).status_code == 200
         assert server.client.post("/translate", json={**form, "api_key": 3}).status_code == 401
         server.client.headers["Authorization"] = "Bearer k1"
-        processes = server.processes()
-        with ThreadPoolExecutor(1) as client:
-            answer = client.submit(server.client.post, "/translate", json=LONG)
-            time.sleep(1)
-            os.kill(processes[which][-1], signal.SIGKILL)
-            said = answer.result()
-            assert said.status_code == 503
-            assert said.json() == {"error": "The server is ending."}
-        assert server.process.wait(30) == 1
+        _dies(server, which)
         assert "error: A process of the server has ended" in server.log.read_text()
-        _are_gone(processes)
     finally:
         server.kill()
 
