@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 from pathlib import Path
+from unittest import mock
 
 import helpers.digits as digits
+import helpers.forked_commands as forked_commands
 import httpx
 import pytest
 
@@ -47,7 +50,8 @@ def asked(case: str, system: str, folder: Path, path: str, **body: object) -> ht
     """The answer of a server of another engine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = bench_serve.command(Case.parse(case), system, test_set.TestSet(folder), False, port)
+    with mock.patch.object(sys, "executable", str(forked_commands.python())):
+        words = bench_serve.command(Case.parse(case), system, test_set.TestSet(folder), False, port)
     with bench_serve.served(words, {}, folder / "log"):
         return httpx.post(f"http://127.0.0.1:{port}{path}", json=body, timeout=60)
 
