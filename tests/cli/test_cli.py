@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import interpreters
+from helpers import forked_commands, interpreters
 from helpers.cli_runs import SMALL, run, succeed
 
 # isort: split
@@ -198,11 +198,13 @@ if __name__ == "__main__":
 def test_spawned_ranks_know_our_parts_and_their_failures_are_sentences(
     data: Path, tmp_path: Path, how: str
 ) -> None:
-    (tmp_path / "script.py").write_text(SPAWNING[how])
-    done = interpreters.run(
-        str(tmp_path / "script.py"), str(data), "--arch", "ls_transformer_tiny", *SMALL,
-        *RANKS, "--max-tokens", "9", "--max-tokens-valid", "5", "--save-dir", str(tmp_path),
-        "--log-level", "debug",
+    done = subprocess.run(
+        [
+            forked_commands.python(), "-c", SPAWNING[how], data, "--arch", "ls_transformer_tiny",
+            *SMALL, *RANKS, "--max-tokens", "9", "--max-tokens-valid", "5", "--save-dir", tmp_path,
+            "--log-level", "debug",
+        ],
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert "model: LSTransformerModel" in done.stdout
     assert done.returncode == 2
