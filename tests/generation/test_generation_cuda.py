@@ -105,9 +105,9 @@ def test_nothing_waits_within_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch
     translate(model, beam=5)
     assert set(calls) == {*loop}
     # With samples on the CPU, nothing before the loop waits either.
-    calls = forbid_waits(monkeypatch, (search.Search, "__init__"))
+    calls = forbid_waits(monkeypatch, (search.Search, "of_all"))
     translate(model, on_cpu=True, beam=5)
-    assert set(calls) == {"__init__"}
+    assert set(calls) == {"of_all"}
     with pytest.raises(RuntimeError, match="synchroniz"):
         translate(model, beam=5)
 

@@ -17,7 +17,6 @@ import lightseq_fairseq.huggingface as lightseq
 from lightseq_fairseq.huggingface.captured import CapturedStep
 from scripts.random_models import PAIRS, build
 
-BATCH = {"per_device_train_batch_size": 100}
 FEW = {"max_steps": 40, "warmup_steps": 4, "logging_steps": 1, "use_cpu": False}
 
 
@@ -122,12 +121,14 @@ def test_the_host_does_not_wait(tmp_path: Path) -> None:
 def test_memory_is_not_above_hugging_faces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many tokens a batch as in training: our weights in 16 bits stay between updates."""
     sizes = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072,
-             "num_hidden_layers": 6}  # fmt: skip
+             "num_hidden_layers": 6, "max_position_embeddings": 128}  # fmt: skip
     model = build("BertForSequenceClassification", **sizes)
     monkeypatch.setattr(test_trainers, "first_model", lambda: model)
-    peaks = []
+    long = test_trainers.sentences(20, 120)
+    monkeypatch.setattr(test_trainers, "sentences", lambda: long)
+    peaks, batch = [], {"per_device_train_batch_size": 32}
     for kind in (PLAIN, CAPTURED):
-        trainer = trainer_of(tmp_path, kind, **FEW, **BATCH, bf16=True, dropout=0.1)
+        trainer = trainer_of(tmp_path, kind, **FEW, **batch, bf16=True, dropout=0.1)
         gc.collect()  # what trainers before this one held
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -24,12 +24,12 @@ KEYS = ("loss", "grad_norm", "learning_rate")
 PLAIN, ACCELERATED, CAPTURED = KINDS = ("plain", "accelerated", "captured")
 
 
-def sentences() -> list[dict[str, Any]]:
+def sentences(shortest: int = 3, longest: int = 10) -> list[dict[str, Any]]:
     """Whether the first word comes again."""
     source = random.Random(1)
     made = []
     for _ in range(256):
-        ids = [source.randint(1, 23) for _ in range(source.randint(3, 10))]
+        ids = [source.randint(1, 23) for _ in range(source.randint(shortest, longest))]
         made.append({"input_ids": torch.tensor(ids), "labels": int(ids[0] in ids[1:])})
     return made
 

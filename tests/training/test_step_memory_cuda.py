@@ -256,8 +256,10 @@ def test_a_validation_takes_the_memory_of_graphs_where_it_needs_it(
     def greedy(self: TranslationTask, *arguments: Any) -> Any:
         nonlocal limit, more
         torch.cuda.empty_cache()
-        # It must not fit into what is free of the memory that is reserved.
-        free = torch.cuda.memory_stats()["inactive_split_bytes.all.current"]
+        # It must not fit into what is free, outside of graphs, of the memory that is reserved.
+        segments = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == (0, 0)]
+        blocks = [block for segment in segments for block in segment["blocks"]]
+        free = max((x["size"] for x in blocks if x["state"] == "inactive"), default=0)
         more = more or free + (64 << 20)
         limit = limit or torch.cuda.memory_reserved() + (32 << 20)
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
