@@ -228,7 +228,6 @@ def train(
     case: Case, system: str, data: Path, updates: int, workers: int, interval: int, meter: StepMeter
 ) -> None:
     """Runs ``updates`` updates, then the profiled ones; logs every ``interval`` updates."""
-    fairseq_compat.prepare()
     torch.manual_seed(1)
     torch._dynamo.config.recompile_limit = 2 * SIZES
     gpu = torch.cuda.is_available()
@@ -324,6 +323,7 @@ def main() -> None:
     parser.add_argument("--log-interval", type=int, default=LOG_INTERVAL)
     given = parser.parse_args()
     meter = StepMeter(given.report, given.updates, given.heat, given.marks)
+    fairseq_compat.prepare()
     with no_loading_left():
         train(
             given.case, given.system, given.data, given.updates, given.workers,
