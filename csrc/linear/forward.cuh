@@ -54,9 +54,10 @@ struct LinearParams {
     return bias == nullptr ? 0 : __ldcg(reinterpret_cast<const uint32_t*>(bias + output));
   }
 
-  // The sum of the warps' sums of two outputs.
+  // Writes y of outputs `output` and `output + 1` from the sums of each warp.
   template <typename SumsOf>
-  static __device__ __forceinline__ float2 sum(int warps, SumsOf&& sums_of) {
+  __device__ __forceinline__ void epilogue(int row, int output, int warps, SumsOf&& sums_of,
+                                           uint32_t bias_of_both) const {
     float2 sum = sums_of(0);
 #pragma unroll 8
     for (int warp = 1; warp < warps; ++warp) {
@@ -64,12 +65,6 @@ struct LinearParams {
       sum.x += part.x;
       sum.y += part.y;
     }
-    return sum;
-  }
-
-  // Writes y of outputs `output` and `output + 1` from their sums.
-  __device__ __forceinline__ void finish(int row, int output, float2 sum,
-                                         uint32_t bias_of_both) const {
     const float2 added = unpack_pair<T>(bias_of_both);
     sum.x += added.x;
     sum.y += added.y;

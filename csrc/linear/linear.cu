@@ -120,7 +120,9 @@ int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / mu
 int64_t width(int64_t n) { return n % 8 == 0 ? n : rounded_up(n, kPadding); }
 
 bool fits(const Matrix& x, int64_t rows, int64_t columns) {
-  return x.rows == rows && x.columns == columns && x.stride >= columns && x.is_aligned();
+  return x.rows == rows && x.columns == columns && x.stride >= columns &&
+         reinterpret_cast<uintptr_t>(x.data) % kRowAlignment == 0 &&
+         x.bytes(x.stride) % kRowAlignment == 0;
 }
 
 Matrix scratch_for(const Matrix& x, int64_t rows, int64_t columns) {
@@ -203,55 +205,8 @@ Tensor linear_bwd_op(std::optional<Tensor> dy_values, std::optional<Tensor> dy_t
                                        accumulate, need_dx);
 }
 
-const void* data_or_null(const char* name, const std::optional<Tensor>& x) {
-  check_optional_rows("norm_linear_fwd", name, x);
-  return x ? x->const_data_ptr() : nullptr;
-}
-
-// x [T, K], bias [K], residual [T, K], gamma [K], beta [K], weight [N, K], weight_bias [N] -> kept
-// [T, K], which is empty if it is x, and y [T, N].
-std::tuple<Tensor, Tensor> norm_linear_fwd(const Tensor& x, std::optional<Tensor> bias,
-                                           std::optional<Tensor> residual, const Tensor& gamma,
-                                           std::optional<Tensor> beta, double eps,
-                                           const Tensor& weight, std::optional<Tensor> weight_bias,
-                                           std::string activation, bool keep_result) {
-  constexpr const char* kOp = "norm_linear_fwd";
-  check_rows(kOp, "x", x);
-  check_operands(kOp, x, weight);
-  const DeviceGuard guard(x.get_device());
-  const int64_t rows = x.size(0), k = x.size(1), n = width(weight.size(0));
-  const bool keeps = keep_result || bias || residual;
-  Tensor kept = keeps ? allocate(x, {rows, k}) : allocate(x, {0});
-  Tensor y = allocate(x, {rows, weight.size(0)});
-  if (rows == 0) return {kept, y};
-  Product product{.op = kOp,
-                  .out = Matrix(y),
-                  .a = Matrix(x),
-                  .b = padded(Matrix(weight), n, k),
-                  .transpose_b = true,
-                  .activation = activation_of(kOp, activation)};
-  require(product.can_norm(), kOp, ": at most ", kFewNormRows, " rows of ", kMostNormColumns,
-          " numbers in bfloat16");
-  std::optional<Matrix> added;
-  if (weight_bias) {
-    added = padded(Matrix(*weight_bias), 1, n);
-    product.bias = added->data;
-  }
-  product.norm = Norm{.bias = data_or_null("bias", bias),
-                      .residual = data_or_null("residual", residual),
-                      .gamma = data_or_null("gamma", gamma),
-                      .beta = data_or_null("beta", beta),
-                      .residual_stride = residual ? Matrix(*residual).stride : 0,
-                      .eps = static_cast<float>(eps),
-                      .kept = keeps ? kept.mutable_data_ptr() : nullptr,
-                      .keeps_result = keep_result};
-  multiply_padded(product, rows, n);
-  return {kept, y};
-}
-
 STABLE_TORCH_LIBRARY_IMPL(lightseq, CUDA, m) {
   m.impl("linear_fwd", TORCH_BOX(&linear_fwd_op));
-  m.impl("norm_linear_fwd", TORCH_BOX(&norm_linear_fwd));
   m.impl("linear_bwd", TORCH_BOX(&linear_bwd_op));
 }
 

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <climits>
 #include <cstdint>
-#include <optional>
 
 #include "linear/activation.cuh"
 
@@ -16,7 +15,6 @@ namespace lightseq {
 
 constexpr int64_t kRowAlignment = 16;  // bytes
 constexpr int64_t kFewRows = 16;       // up to them, few_rows.cu is the fastest
-constexpr int64_t kFewNormRows = 6, kMostNormColumns = 2048;  // of a Norm before a product
 
 // A matrix in device memory.
 struct Matrix {
@@ -38,20 +36,6 @@ struct Matrix {
     if (type == ScalarType::Float8_e4m3fn || type == ScalarType::Byte) return numbers;
     return numbers * (type == ScalarType::Float ? 4 : 2);
   }
-  bool is_aligned() const {
-    return reinterpret_cast<uintptr_t>(data) % kRowAlignment == 0 &&
-           bytes(stride) % kRowAlignment == 0;
-  }
-};
-
-// The end of a sublayer that few_rows.cu computes before a product: it multiplies
-// LayerNorm(a + bias + residual). All have the type of a; bias, residual and beta may be null.
-struct Norm {
-  const void *bias, *residual, *gamma, *beta;
-  int64_t residual_stride;
-  float eps;
-  void* kept;  // [T, K], contiguous: receives the LayerNorm's result, or the sum; null: neither
-  bool keeps_result;
 };
 
 // out = f(a) f(b) + bias, or out += f(a) f(b), accumulated in float32; f(x) is x or x^T. All rows
@@ -68,7 +52,6 @@ struct Product {
   bool accumulate = false;
   const float *a_scale = nullptr, *b_scale = nullptr;  // in device memory; E4M3 only
   int64_t tokens = a.rows;                             // which of the sizes counts tokens
-  std::optional<Norm> norm = std::nullopt;             // only if can_norm()
 
   // Whether our own kernels (few_rows.cu, tiles.cu) can compute it.
   bool is_forward_in_16_bits() const {
@@ -77,10 +60,6 @@ struct Product {
   }
   // Whether few_rows.cu computes it, with any activation.
   bool has_few_rows() const { return a.rows <= kFewRows && is_forward_in_16_bits(); }
-  bool can_norm() const {
-    return a.rows <= kFewNormRows && a.columns <= kMostNormColumns && is_forward_in_16_bits() &&
-           a.type == ScalarType::BFloat16;
-  }
 };
 
 void multiply(const Product& p);

@@ -155,8 +155,7 @@ __global__ void __launch_bounds__(kWarp* kWarps, 1)
   for (int fragment = warp; fragment < S::kFragments; fragment += kWarps) {
     const int row = first_row + fragment / S::kColumnBlocks * 8 + lane_row();
     if (row >= p.rows || output >= p.outputs) continue;
-    const float2 sum = p.sum(kWarps, [&](int of_warp) { return result(of_warp, fragment); });
-    p.finish(row, output, sum, bias);
+    p.epilogue(row, output, kWarps, [&](int of_warp) { return result(of_warp, fragment); }, bias);
   }
 }
 

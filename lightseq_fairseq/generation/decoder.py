@@ -30,7 +30,6 @@ from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory.graphs import Graphs
 from lightseq_fairseq.memory.packing import Segments, bucket_len
 from lightseq_fairseq.ops.checks import trust_boundaries
-from lightseq_fairseq.ops.norm_linear import takes_rows
 
 # Fractions of the GPU's memory that the cache of a search, and the keys and values of its sources,
 # may take. After a search, twice the larger one may stay allocated: rows are rounded up.
@@ -328,7 +327,7 @@ def _run_layers(
     layers = list(decoder.layers)
     stack = Stack(
         [sublayers(place, layer) for place, layer in enumerate(layers)], decoder.layer_norm,
-        rng, is_pre_norm=layers[0].normalize_before, joins=takes_rows(x.x),
+        rng, is_pre_norm=layers[0].normalize_before,
     )  # fmt: skip
     features: Tensor = decoder.project_out(apply(stack, x)[0].x)
     return features

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.adapter import adapter_of
-from lightseq_fairseq.layers.ending import Norm
 from lightseq_fairseq.layers.node import Input
+from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.stack import Sublayer
 from lightseq_fairseq.layers.weight import Projection, Weight
 from lightseq_fairseq.memory.gradients import Gradients

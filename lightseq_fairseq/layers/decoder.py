@@ -13,8 +13,8 @@ from torch import Tensor
 from lightseq_fairseq.layers.adapter import adapter_of
 from lightseq_fairseq.layers.attention import AttentionParts, MultiheadAttention
 from lightseq_fairseq.layers.encoder import LayerParts, TransformerLayer, run_encoder
-from lightseq_fairseq.layers.ending import Norm
 from lightseq_fairseq.layers.node import Input, apply
+from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.stack import Stack, Sublayer
 from lightseq_fairseq.layers.weight import Projection, Weight
 from lightseq_fairseq.memory.packing import Segments

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightseq_fairseq import ops
 from lightseq_fairseq.layers.dropout import dropout
-from lightseq_fairseq.layers.ending import Affine, Norm
 from lightseq_fairseq.layers.node import Input, Pair, apply
+from lightseq_fairseq.layers.residual_norm import Affine, Norm
 from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.layers.stack import layer_norm
 from lightseq_fairseq.memory import passes

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers.attention import AttentionParts, MultiheadAttention
-from lightseq_fairseq.layers.ending import Norm
 from lightseq_fairseq.layers.feed_forward import FeedForward
 from lightseq_fairseq.layers.node import Input, apply
+from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.sites import first_site
 from lightseq_fairseq.layers.stack import Stack, Sublayer
 from lightseq_fairseq.layers.weight import Projection, Weight

@@ -16,7 +16,6 @@ from lightseq_fairseq.layers.stack import Sublayer
 from lightseq_fairseq.memory.gradients import Gradients
 from lightseq_fairseq.ops import Dropout, Quantised
 from lightseq_fairseq.ops.arguments import Operand
-from lightseq_fairseq.ops.linear import matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,6 @@ class FeedForward(Sublayer):
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         return *super().parameters, *self._first_biases
-
-    @property
-    def can_join(self) -> bool:
-        return super().can_join and self.inner_dropout.p == 0
 
     @property
     def _first_biases(self) -> tuple[Tensor, ...]:
@@ -80,9 +75,6 @@ class FeedForward(Sublayer):
             y, of_h = self.last.multiply(Input(self._activated(z)))
             return y, (of_x, of_h, z)
         assert self.first_bias is not None
-        if x.ending is not None:
-            h = x.ending.multiply(matrix(self.first.matrix), self.first_bias, self.activation)
-            return self.last.multiply(Input(h))[0], None
         operand, of_x = self.first.operand(x)
         cast = self.last.input_cast
         h, transpose, slope = ops.linear_activation_fwd(

@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lightseq_fairseq.layers.dropout import activated
-from lightseq_fairseq.layers.ending import Norm
 from lightseq_fairseq.layers.linear import linear, vocabulary_logits
+from lightseq_fairseq.layers.residual_norm import Norm
 from lightseq_fairseq.layers.stack import layer_norm
 
 

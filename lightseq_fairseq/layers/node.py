@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.layers.ending import Ending
 from lightseq_fairseq.layers.second_derivatives import once_differentiable
 from lightseq_fairseq.memory import passes
 from lightseq_fairseq.ops import Cast
@@ -25,14 +24,12 @@ class Input(NamedTuple):
         values: E4M3 [T, K], read only with ``cast``.
         transpose: E4M3 [K, P], see ``ops.Quantised``; empty or None if backward is to make it of x.
         cast: the scalars of the product for which x was cast.
-        ending: the product is to compute the end of the sublayer before, too, and x does not exist.
     """
 
     x: Tensor
     values: Tensor | None = None
     transpose: Tensor | None = None
     cast: Cast | None = None
-    ending: Ending | None = None
 
     @classmethod
     def of(cls, x: Tensor | Input) -> Input:

@@ -6,16 +6,42 @@ Shapes: T = packed tokens, C = model width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from lightseq_fairseq import ops
-from lightseq_fairseq.layers.ending import Affine, Ending
 from lightseq_fairseq.layers.node import Input
 from lightseq_fairseq.memory.gradients import Gradients
 from lightseq_fairseq.ops import Cast, Dropout, Quantised
 from lightseq_fairseq.ops.arguments import Operand
+
+
+class Norm(Protocol):
+    """An ``nn.LayerNorm``, or what has its tensors."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def eps(self) -> float: ...
+
+
+class Affine(NamedTuple):
+    """What a LayerNorm has when forward runs."""
+
+    gamma: Tensor
+    beta: Tensor | None
+    eps: float
+
+    @classmethod
+    def of(cls, norm: Norm) -> Affine:
+        return cls(norm.weight, norm.bias, norm.eps)
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.gamma,) if self.beta is None else (self.gamma, self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +56,6 @@ class ResidualNorm:
         is_pre_norm: the sum is the residual of the next sublayer; otherwise the result is.
         cast: of the product that reads the result, if it is in fp8.
         keeps_y: others read the result as well.
-        joins: nothing is trained or dropped, and the product that reads the result computes it.
     """
 
     norm: Affine | None
@@ -39,7 +64,6 @@ class ResidualNorm:
     is_pre_norm: bool = True
     cast: Cast | None = None
     keeps_y: bool = True
-    joins: bool = False
 
     @property
     def _vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -50,18 +74,11 @@ class ResidualNorm:
     def parameters(self) -> tuple[Tensor, ...]:
         return tuple(vector for vector in self._vectors if vector is not None)
 
-    def forward(
-        self, h: Tensor, residual: Tensor | Ending | None
-    ) -> tuple[Input, Tensor | Ending, Any]:
+    def forward(self, h: Tensor, residual: Tensor | None) -> tuple[Input, Tensor, Any]:
         """The result, the residual of the next sublayer, and what backward needs.
 
         h: [T, C], the result of the sublayer's last product, without bias.
         """
-        residual = residual.kept if isinstance(residual, Ending) else residual
-        if self.joins:
-            assert self.norm is not None
-            ending = Ending(h, self.bias, residual, self.norm, self.is_pre_norm)
-            return Input(h, ending=ending), ending, None
         bias, gamma, beta = self._vectors
         eps = 0.0 if self.norm is None else self.norm.eps
         total, y, mean, rstd, values, transpose = ops.dropout_residual_layer_norm_fwd(

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightseq_fairseq.layers.ending import Affine, Ending, Norm
 from lightseq_fairseq.layers.node import Input, Pair, apply
-from lightseq_fairseq.layers.residual_norm import ResidualNorm
+from lightseq_fairseq.layers.residual_norm import Affine, Norm, ResidualNorm
 from lightseq_fairseq.layers.weight import Weight
 from lightseq_fairseq.memory import passes
 from lightseq_fairseq.memory.gradients import Gradients
@@ -59,11 +58,6 @@ class Sublayer:
         """Those that its functions read; others read ``bias`` and ``norm``."""
         return *self.first.parameters, *self.last.parameters
 
-    @property
-    def can_join(self) -> bool:
-        """Whether its first product can compute the end of the sublayer before, too."""
-        return not self.first.adapters and self.first.input_cast is None
-
 
 class Stack(Pair):
     """A stack that runs once; see `node.Pair`.
@@ -81,15 +75,12 @@ class Stack(Pair):
         memory: the product by which all cross attentions read the encoder's output.
         cast: of the product that reads the stack's result.
         watched: a sublayer with cross attention.
-        joins: where the first product of a sublayer can compute the end of the one before, it does:
-            for few rows without training.
     """
 
     def __init__(
         self, layers: Sequence[Sequence[Sublayer]], last_norm: Norm | None, rng: Tensor, *,
         is_pre_norm: bool = True, recomputes: bool = False, memory: Weight | None = None,
         cast: Cast | None = None, states: bool = False, watched: Sublayer | None = None,
-        joins: bool = False,
     ) -> None:  # fmt: skip
         self.is_pre_norm, self.recomputes, self.memory = is_pre_norm, recomputes, memory
         self.states, self.watched, self.others = states, watched, (rng,)
@@ -98,7 +89,6 @@ class Stack(Pair):
         # The scalars for which each sublayer's x is cast, and the stack's result.
         casts = [*(None if s is watched else s.first.input_cast for s in sublayers), cast]
         norms = [None if s.norm is None else Affine.of(s.norm) for s in sublayers]
-        joined = [*(joins and s.can_join for s in sublayers), False]
         self.start = None
         if is_pre_norm:
             # Each sublayer ends with the LayerNorm of the next one.
@@ -106,9 +96,8 @@ class Stack(Pair):
             if first is not None:
                 keeps_y = casts[0] is None or not sublayers
                 self.start = ResidualNorm(
-                    norm=first, dropout=Dropout(0.0, rng, 0), cast=casts[0], keeps_y=keeps_y,
-                    joins=joined[0],
-                )  # fmt: skip
+                    norm=first, dropout=Dropout(0.0, rng, 0), cast=casts[0], keeps_y=keeps_y
+                )
         self.ends_with_residual = bool(sublayers) and norms[-1] is None
         ends = [
             ResidualNorm(
@@ -116,11 +105,8 @@ class Stack(Pair):
                 cast=None if norm is None else to,
                 # Other nodes pass the stack's result on, also if a product reads only its cast.
                 keeps_y=not is_pre_norm or to is None or sublayer is sublayers[-1],
-                joins=join and norm is not None and sublayer.dropout.p == 0,
             )
-            for sublayer, norm, to, join in zip(
-                sublayers, norms, casts[1:], joined[1:], strict=True
-            )
+            for sublayer, norm, to in zip(sublayers, norms, casts[1:], strict=True)
         ]  # fmt: skip
         pairs = iter(zip(sublayers, ends, strict=True))
         self.layers = [[next(pairs) for _ in layer] for layer in layers]
@@ -135,10 +121,10 @@ class Stack(Pair):
         if self.memory is not None:
             passes.current().wait_for(self.memory.parameters)
             memory, of_source = self.memory.multiply(*source)
-        residual: Tensor | Ending = x.x
+        residual = x.x
         if self.start is not None:
             passes.current().wait_for(self.start.parameters)
-            x, residual, of_start = self.start.forward(x.x, None)
+            x, residual, of_start = self.start.forward(residual, None)
             needed |= self.trains and _is_trained(self.start)
         kept = [(memory, of_source), of_start if needed else None]
         for layer in self.layers:
@@ -147,15 +133,13 @@ class Stack(Pair):
             saved: list[Any] | None = [] if needed and not self.recomputes else None
             kept.append((x, residual) if needed and self.recomputes else saved)
             x, residual = self._run(layer, x, residual, memory, saved, asked)
-            if self.states:
-                assert isinstance(residual, Tensor)  # a stack that joins has no states
-                asked.append(Input(residual))
+            asked += [Input(residual)] if self.states else []
         return [x, *asked], kept
 
     def _run(
-        self, layer: _Layer, x: Input, residual: Tensor | Ending, memory: Tensor | None,
+        self, layer: _Layer, x: Input, residual: Tensor, memory: Tensor | None,
         saved: list[Any] | None, asked: list[Input],
-    ) -> tuple[Input, Tensor | Ending]:  # fmt: skip
+    ) -> tuple[Input, Tensor]:  # fmt: skip
         """A layer's result, and the residual of the next one.
 
         saved: gets what backward needs, in the order of the sublayers.
@@ -170,9 +154,9 @@ class Stack(Pair):
 
     # Not a part of the loop: what is not saved is freed before the next sublayer runs.
     def _run_one(
-        self, sublayer: Sublayer, end: ResidualNorm, x: Input, residual: Tensor | Ending,
+        self, sublayer: Sublayer, end: ResidualNorm, x: Input, residual: Tensor,
         columns: Tensor | None, saved: list[Any] | None,
-    ) -> tuple[Input, Tensor | Ending]:  # fmt: skip
+    ) -> tuple[Input, Tensor]:  # fmt: skip
         h, of_sublayer = sublayer.forward(x, columns)
         x, residual, of_end = end.forward(h, residual)
         if saved is not None:

@@ -31,7 +31,6 @@ from .dropout_residual_layer_norm import (
 from .bias_activation_dropout import bias_activation_dropout_bwd, bias_activation_dropout_fwd
 from .gated_activation import gated_activation_bwd, gated_activation_fwd
 from .linear_activation import linear_activation_fwd
-from .norm_linear import norm_linear_fwd
 from .activation_linear import activation_linear_bwd
 from .fp8_quantise import fp8_quantise
 from .fp8_transpose import fp8_transpose

@@ -331,16 +331,6 @@ def test_linear_activation(rows: int, activation: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("keep_result", [False, True])
-def test_norm_linear(keep_result: bool, dtype: torch.dtype) -> None:
-    inputs, outputs = 1032, 2056
-    x, residual, weight = (on_gpu(dtype, n, inputs) for n in (5, 5, outputs))
-    gamma, beta, bias = (on_gpu(dtype, inputs) for _ in range(3))
-    of_weight = weight, on_gpu(dtype, outputs), "gelu", keep_result
-    check(lambda: ops.norm_linear_fwd(x, bias, residual, gamma, beta, 1e-5, *of_weight))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("with_slope", [False, True])
 def test_activation_linear(with_slope: bool, dtype: torch.dtype) -> None:
     rows, outputs, inputs = TILED

@@ -148,10 +148,6 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "gated_activation_fwd": lambda: (randn(T, 2 * C), "gelu", dropout()),
     "gated_activation_bwd": lambda: (randn(T, C), randn(T, 2 * C), "gelu", dropout()),
-    "norm_linear_fwd": lambda: (
-        *(bf16(5, C), bf16(C), bf16(5, C), bf16(C), bf16(C), 1e-5),
-        *(bf16(V, C), bf16(V), "gelu", False),
-    ),
     "linear_activation_fwd": lambda: (
         *(randn(T, V), randn(C, V), randn(C), "gelu", dropout(), True),
     ),
