@@ -100,6 +100,10 @@ def _profile(
     result_rows.tabulate()
     if not words:
         raise UserError("There is no training: give the data and --arch, as to lightseq-train.")
+    if ranks.from_torchrun():
+        raise UserError(
+            "lightseq-profile starts the processes of all GPUs itself: run it without torchrun."
+        )
     if output is not None:
         picture.matplotlib()
         try:
@@ -107,10 +111,6 @@ def _profile(
         except OSError as error:
             raise UserError(f"{output} cannot be made ({error.strerror}).") from error
     gpu = torch.cuda.is_available() and "--cpu" not in words
-    if ranks.from_torchrun():
-        raise UserError(
-            "lightseq-profile starts the processes of all GPUs itself: run it without torchrun."
-        )
     before = updates or _UPDATES[gpu]
     found: dict[str, Any] = {}
     with TemporaryDirectory(prefix="lightseq-profile-") as place:
@@ -159,7 +159,9 @@ def _ranks(words: Sequence[str], gpu: bool) -> int:
     import torch
 
     given = value(words, ("--distributed-world-size",))
-    return int(given) if given else torch.cuda.device_count() if gpu else 1
+    if given is None:
+        return torch.cuda.device_count() if gpu else 1
+    return int(given) if given.isdecimal() else 1  # then lightseq-train refuses it
 
 
 def _run(
@@ -178,17 +180,8 @@ def _run(
     program = [sys.executable]
     if (count := _ranks(words, gpu)) > 1:
         program += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    program += [
-        "-m",
-        "lightseq_fairseq.cli.profiling.measured_trainer",
-        "--report",
-        str(path),
-        "--updates",
-        str(updates),
-        "--heat",
-        str(heat),
-    ]
-    program += ["--marks", str(_MARKS)]
+    program += ["-m", "lightseq_fairseq.cli.profiling.measured_trainer", "--report", str(path)]
+    program += ["--updates", str(updates), "--heat", str(heat), "--marks", str(_MARKS)]
     if not gpu or system.environment.get("LIGHTSEQ_CAPTURE") == "0":
         program.append("--record")  # a captured step runs no op
     if output is not None:

@@ -64,11 +64,11 @@ def _roofline(axes: Any, ops: Sequence[Line], rates: Rates, colours: Mapping[str
     points = [line for line in ops if line.flop and line.bytes and line.ms]
     knee = rates.flop / rates.bytes
     ends = [line.flop / line.bytes for line in points] + [knee / 30, knee * 30]
-    for flop, line in ((rates.flop, "-"), (rates.fp8, "--")):
+    for flop, style in ((rates.flop, "-"), (rates.fp8, "--")):
         if flop is not None:
             edges = [min(ends), flop / rates.bytes, max(ends)]
             limit = [min(x * rates.bytes, flop) / 1e12 for x in edges]
-            axes.plot(edges, limit, line, color="black")
+            axes.plot(edges, limit, style, color="black")
     for line in points:
         rate = line.flop / line.ms / 1e9  # TFLOP/s
         axes.scatter(line.flop / line.bytes, rate, s=14, color=colours[line.kind], alpha=0.7)

@@ -84,6 +84,10 @@ def test_losses_are_those_of_a_run_without_it(data: Path, tmp_path: Path) -> Non
         ("nowhere --arch ls_transformer_tiny --cpu", "The data folder nowhere does not exist: use"),
         ("nowhere --arch ls_transformer --compare theirs", "Invalid value for '--compare': 'the"),
         ("nowhere --arch ls_transformer --cpu --output setup.cfg/x", "setup.cfg/x cannot be made"),
+        (
+            "nowhere --arch ls_transformer --cpu --distributed-world-size two",
+            "--distributed-world-size cannot be two: it must be a whole number.",
+        ),
     ],
 )
 def test_bad_input(words: str, sentence: str) -> None:

@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--log-interval", type=int, default=LOG_INTERVAL)
     given = parser.parse_args()
     meter = StepMeter(given.report, given.updates, given.heat, given.marks)
-    fairseq_compat.prepare()
+    fairseq_compat.prepare()  # before fairseq is imported
     with no_loading_left():
         train(
             given.case, given.system, given.data, given.updates, given.workers,
